@@ -32,7 +32,7 @@ test-slow: $(VENV)/installed-dev $(VENV)/installed-ray $(VENV)/installed-transfo
 	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal -m slow
 
 test-gpu: $(VENV)/installed-dev ## run the tests of single processes with a GPU
-	PYTHONPATH=tests CUBLAS_WORKSPACE_CONFIG=:4096:8 $(BIN)/python -m pytest -p on_gpu -n $(WORKERS) --maxprocesses 8 --dist worksteal
+	PYTHONPATH=tests CUBLAS_WORKSPACE_CONFIG=:4096:8 $(BIN)/python -m pytest -p support.on_gpu -n $(WORKERS) --maxprocesses 8 --dist worksteal
 
 test-faults: $(VENV)/installed-dev ## put every fault into a training job, over and over, and tabulate what held
 	PYTHONPATH=tests $(BIN)/python -m faults.campaign $(ARGS)

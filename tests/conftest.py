@@ -7,17 +7,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import hypothesis
-import leftovers
 import lightning as L
 import pytest
-import surroundings
 import torch
-import untimed
-from leftovers import REPOSITORY as REPOSITORY
 from lightning.fabric.utilities import registry
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.utils.data import DataLoader
 from tqdm import tqdm
+
+from support import leftovers, surroundings, untimed
 
 # tqdm's monitor is one thread per process that outlives every progress bar.
 tqdm.monitor_interval = 0

@@ -5,7 +5,8 @@ import subprocess
 import sys
 
 import pytest
-from conftest import REPOSITORY
+
+from support.leftovers import REPOSITORY
 
 
 @pytest.mark.slow

@@ -7,12 +7,12 @@ import subprocess
 import sys
 
 import pytest
-from leftovers import REPOSITORY
 
 import lightning_egeria
 from lightning_egeria import command
 from lightning_egeria.command import COMMANDS, main
 from lightning_egeria.errors import PlanError
+from support.leftovers import REPOSITORY
 
 
 def shown(capsys, *arguments):

@@ -11,11 +11,7 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from agreement import compare_ranks
 from lightning.pytorch.strategies import DDPStrategy
-from methods import METHODS, WITH_A_PROCESS, WITH_A_TRIAL
-from models import After, Classifier, ConvNet, equal, fit, images, left_behind
-from ranks import EXCHANGE_TIMEOUT, all_well, in_ranks
 from torch import nn
 
 from lightning_egeria import KnowledgeGuidedFreezing, PrefixFreezing, ScriptedPolicy
@@ -24,6 +20,10 @@ from lightning_egeria.core.snapshots.digests import digest
 from lightning_egeria.core.training.callback import freezing_of
 from lightning_egeria.errors import UnsupportedError
 from lightning_egeria.freezing import trial_plan
+from support.agreement import compare_ranks
+from support.methods import METHODS, WITH_A_PROCESS, WITH_A_TRIAL
+from support.models import After, Classifier, ConvNet, equal, fit, images, left_behind
+from support.ranks import EXCHANGE_TIMEOUT, all_well, in_ranks
 
 EVAL_MODE = r"ignore:Found 1 module\(s\) in eval mode"
 each = pytest.mark.parametrize("name", METHODS)

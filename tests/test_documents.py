@@ -13,12 +13,12 @@ import pytest
 import timm
 import torch
 from lightning.pytorch import callbacks as pl_callbacks
-from ranks import LOCAL, free_port
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from docs.tables import class_of, pages
 from lightning_egeria.cli.methods import METHODS
+from support.ranks import LOCAL, free_port
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

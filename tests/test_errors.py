@@ -4,9 +4,9 @@ import ast
 import inspect
 
 import pytest
-from leftovers import REPOSITORY
 
 from lightning_egeria import errors
+from support.leftovers import REPOSITORY
 
 KINDS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass)]
 

@@ -3,7 +3,8 @@
 import ast
 
 import pytest
-from leftovers import REPOSITORY
+
+from support.leftovers import REPOSITORY
 
 PACKAGE = REPOSITORY / "lightning_egeria"
 OWNER = "core/programs/files.py"

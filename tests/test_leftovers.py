@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-import leftovers
 import pytest
+
+from support import leftovers
 
 pytest_plugins = "pytester"
 
@@ -70,16 +71,20 @@ def test_other():
 
 @pytest.fixture
 def run(pytester, monkeypatch):
-    """Run tests with the guards in the place of conftest.py."""
+    """Run tests with the guards as a plugin of their own."""
     tests = pytester.mkdir("tests")
     guards = Path(leftovers.__file__).read_text()
-    (tests / "conftest.py").write_text(guards.replace("_GRACE_S = 5.0", "_GRACE_S = 0.2"))
+    (tests / "guards").mkdir()
+    (tests / "guards" / "leftovers.py").write_text(guards.replace("_GRACE_S = 5.0", "_GRACE_S = 0.2"))
+    monkeypatch.setenv("PYTHONPATH", str(tests))
 
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
 
     def run(source, *options):
         (tests / "test_leaks.py").write_text(source)
-        return pytester.runpytest_subprocess("-p", "no:cacheprovider", "-p", "xdist", *options, timeout=60)
+        return pytester.runpytest_subprocess(
+            "-p", "no:cacheprovider", "-p", "guards.leftovers", "-p", "xdist", *options, timeout=60
+        )
 
     return run
 

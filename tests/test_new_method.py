@@ -7,7 +7,8 @@ import subprocess
 import sys
 
 import pytest
-from conftest import REPOSITORY
+
+from support.leftovers import REPOSITORY
 
 TESTS = """
 tests/test_contract.py tests/training/test_methods.py tests/cli/test_configs.py tests/jobs/test_experiments.py
@@ -21,7 +22,7 @@ from lightning_egeria import KnowledgeGuidedFreezing, RunRecorder, SmallGradient
 from lightning_egeria.errors import UnsupportedError
 from lightning_egeria.report import RunRecord, figures
 sys.path.insert(0, "tests")
-from models import Classifier, fit
+from support.models import Classifier, fit
 
 fit(Classifier(), SmallGradients(share=1, patience=3), RunRecorder("egeria.json"))
 record = RunRecord.read(Path("egeria.json"))

@@ -4,10 +4,10 @@ import re
 
 import nbformat
 import pytest
-from ranks import LOCAL
 
 from lightning_egeria.core.training.freezer import FreezingEvent
 from notebooks.execute import NOTEBOOKS, PROMISES, digest, execute
+from support.ranks import LOCAL
 
 OUTPUTS_BYTES = 350_000
 

@@ -4,7 +4,8 @@ import ast
 import collections
 
 import pytest
-from leftovers import REPOSITORY
+
+from support.leftovers import REPOSITORY
 
 FOLDERS = ("lightning_egeria", "tests", "benchmarks", "notebooks")
 # Names that classes of torch, Lightning, matplotlib, Rich and Python have too.

@@ -10,8 +10,6 @@ import lightning
 import numpy as np
 import pytest
 import torch
-from conftest import REPOSITORY
-from models import Classifier, fit, images, loader
 from PIL import Image
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -33,6 +31,8 @@ from benchmarks.proof.depths import Branching, table
 from benchmarks.proof.run import run
 from benchmarks.proof.workloads import RESULTS
 from lightning_egeria import Freezer, LayerChain
+from support.leftovers import REPOSITORY
+from support.models import Classifier, fit, images, loader
 
 TINY = ["data.batch_size=16", "data.train_size=64", "data.val_size=40", "model.net.depth=8"]
 TINY += ["trainer.max_epochs=3", "trainer.check_val_every_n_epoch=1"]

@@ -3,7 +3,7 @@
 import ast
 import re
 
-from leftovers import REPOSITORY
+from support.leftovers import REPOSITORY
 
 PAGE = (REPOSITORY / "docs" / "security.md").read_text()
 NAMED = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", PAGE)

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from models import vectors
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from lightning_egeria.core.batches.reading import BatchSource, why_no_ids
+from support.models import vectors
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])

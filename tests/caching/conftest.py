@@ -1,14 +1,14 @@
 import functools
 
 import pytest
-from programs import harness
 
 from lightning_egeria.caching.store.background import WriteBehind
+from support.caching import harness
 
 
 @pytest.fixture
 def compare(tmp_path):
-    """`programs.harness.compare` with a folder for both runs."""
+    """`harness.compare` with a folder for both runs."""
     return functools.partial(harness.compare, folder=tmp_path)
 
 

@@ -8,14 +8,14 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
-from programs import harness
-from programs.parts import BATCH, Classifier, Samples, Stepping, Validated, data_of, loader, on, vectors
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_egeria import FrozenPrefixCache
 from lightning_egeria.caching import stats
 from lightning_egeria.errors import ArgumentError
+from support.caching import harness
+from support.caching.parts import BATCH, Classifier, Samples, Stepping, Validated, data_of, loader, on, vectors
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated")  # pytest.warns emits Lightning's again
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from programs.harness import Run
-from programs.parts import Chain, Classifier, ConvNet, Validated, at, images, loader
 
 from lightning_egeria.caching.store.manifest import ENTRIES, INDEX, MANIFEST, Manifest, read_manifest
 from lightning_egeria.caching.store.store import ActivationStore
+from support.caching.harness import Run
+from support.caching.parts import Chain, Classifier, ConvNet, Validated, at, images, loader
 
 
 def damaged_run(compare, damage):
@@ -190,8 +190,8 @@ def test_an_error_of_a_frozen_layer_leaves_nothing(tmp_path, monkeypatch):
 ENDS_BADLY = """
 import sys
 from pathlib import Path
-from programs.harness import Run
-from programs.parts import Classifier, at, on
+from support.caching.harness import Run
+from support.caching.parts import Classifier, at, on
 from lightning_egeria.caching.store.manifest import ENTRIES
 
 def stop(trainer, module):
@@ -209,8 +209,7 @@ run.fit(Classifier(), None, on(on_exception=fails), at(14, stop), max_epochs=4, 
 @pytest.mark.slow
 def test_an_error_in_on_exception_leaves_no_entries(tmp_path):
     """Lightning ends nothing then."""
-    folders = os.pathsep.join([*sys.path, str(Path(__file__).parent)])
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": folders}
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         [sys.executable, "-c", ENDS_BADLY, str(tmp_path)], env=environment, capture_output=True, text=True
     )

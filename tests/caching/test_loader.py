@@ -6,7 +6,6 @@ import pytest
 import torch
 from lightning import LightningModule
 from lightning.pytorch.loops.fetchers import _DataFetcher
-from programs.parts import Samples, loader, vectors
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -22,6 +21,7 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_egeria.caching.loader import LOOK_AHEAD_BATCHES, Line, has_samples_once, why_not
 from lightning_egeria.caching.plan import Plan
 from lightning_egeria.caching.stats import Accounts, CacheStats
+from support.caching.parts import Samples, loader, vectors
 
 
 class Own(DataLoader):

@@ -6,8 +6,6 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from lazies import is_lazy
-from programs.parts import Samples, vectors
 from torch.utils.data import default_collate
 
 from lightning_egeria.caching.loading import PlannedDataset, as_it_is
@@ -16,6 +14,8 @@ from lightning_egeria.caching.record.keys import Keys
 from lightning_egeria.caching.record.sending import Sent, receive
 from lightning_egeria.caching.record.tape import Tape
 from lightning_egeria.caching.record.tensors import LazyTensor, plain
+from support.caching.lazies import is_lazy
+from support.caching.parts import Samples, vectors
 
 IDS = (4, 9, 2)
 

@@ -5,14 +5,14 @@ import copy
 import lightning as L
 import pytest
 import torch
-from methods import scripted
-from models import Classifier, ConvNet, Transformer, equal, fit, images, loader
-from selecting.selected import Checkpoints
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler, default_collate
 
 from lightning_egeria import FrozenPrefixCache, SelectiveBackprop
 from lightning_egeria.errors import UnsupportedError
+from support.methods import scripted
+from support.models import Classifier, ConvNet, Transformer, equal, fit, images, loader
+from support.selecting import Checkpoints
 
 LOADED = []  # an attribute of the dataset that changes would mean that the data do
 

@@ -16,12 +16,13 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import strategies as st
-from programs import harness
-from programs.parts import SAMPLES, Classifier, ConvNet, Net, Samples, images, loader, on, vectors
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import default_collate
+
+from support.caching import harness
+from support.caching.parts import SAMPLES, Classifier, ConvNet, Net, Samples, images, loader, on, vectors
 
 
 class Skip(Net):

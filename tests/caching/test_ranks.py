@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import untimed
-from agreement import ChecksRanks
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from programs.harness import Run
-from programs.parts import Classifier, ConvNet, Net, images, loader
-from ranks import all_well, in_ranks
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_egeria.caching import policy
+from support import untimed
+from support.agreement import ChecksRanks
+from support.caching.harness import Run
+from support.caching.parts import Classifier, ConvNet, Net, images, loader
+from support.ranks import all_well, in_ranks
 
 
 def train(folder, cached, schedule=None, net=ConvNet, data=None, strategy=None, **options):

@@ -5,13 +5,13 @@ import time
 import lightning as L
 import pytest
 import torch
-from programs import harness
-from programs.parts import CLASSES, WIDTH, Chain, Validated, loader, vectors
 from torch import nn
 from torch.nn import functional as F
 
 from lightning_egeria import FrozenPrefixCache
 from lightning_egeria.caching import policy
+from support.caching import harness
+from support.caching.parts import CLASSES, WIDTH, Chain, Validated, loader, vectors
 
 pytestmark = pytest.mark.filterwarnings("ignore:Found .* in eval mode")
 

@@ -6,11 +6,11 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from cli_runs import SMALL
 from hydra.core.global_hydra import GlobalHydra
-from leftovers import logging_state, restore_logging
 
 from lightning_egeria.cli.train import main
+from support.cli import SMALL
+from support.leftovers import logging_state, restore_logging
 
 
 @pytest.fixture(autouse=True)

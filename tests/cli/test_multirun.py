@@ -1,7 +1,8 @@
 """Several runs at one go: what they share, and how they are compared."""
 
 import pytest
-from cli_runs import SCRIPTED, SMALL, results
+
+from support.cli import SCRIPTED, SMALL, results
 
 
 def test_a_multirun_shares_one_cache(egeria_train, tmp_path):

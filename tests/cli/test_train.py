@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli_runs import SCRIPTED, SMALL, results
-from ranks import LOCAL, free_port
 
 from lightning_egeria.cli.train import main
 from lightning_egeria.command import main as egeria
 from lightning_egeria.core.profiling import clock
+from support.cli import SCRIPTED, SMALL, results
+from support.ranks import LOCAL, free_port
 
 COMMAND = (sys.executable, "-m", "lightning_egeria.cli.train")
 

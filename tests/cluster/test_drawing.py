@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from clusters import example
 
 from lightning_egeria.cluster import drawing
 from lightning_egeria.cluster.jobs import Cluster
 from lightning_egeria.cluster.simulator import simulate
 from lightning_egeria.cluster.tiresias import Tiresias
+from support.cluster import example
 
 
 @pytest.fixture

@@ -1,11 +1,11 @@
 """Fair share: the same number of devices for each job."""
 
-from clusters import view
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_egeria.cluster.fair import FairShare
 from lightning_egeria.cluster.jobs import Cluster, check, devices_of
+from support.cluster import view
 
 
 def allocate(jobs, cluster, current=None):

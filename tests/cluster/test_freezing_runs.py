@@ -4,8 +4,6 @@ import dataclasses
 import json
 
 import pytest
-from clusters import example, view
-from leftovers import REPOSITORY
 
 from lightning_egeria.cluster.freezing_runs import FreezingRun
 from lightning_egeria.cluster.goodput import BatchLimits, Goodput
@@ -17,6 +15,8 @@ from lightning_egeria.cluster.throughput import ThroughputModel
 from lightning_egeria.cluster.tiresias import Tiresias
 from lightning_egeria.cluster.workloads import Submission
 from lightning_egeria.errors import TraceError
+from support.cluster import example, view
+from support.leftovers import REPOSITORY
 
 RESULTS = REPOSITORY / "benchmarks" / "proof" / "results" / "cifar10_resnet20" / "medium"
 HALF = FreezingRun((0.0,), (0.5,))

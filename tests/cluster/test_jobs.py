@@ -1,10 +1,10 @@
 """Allocations: taken from the emptiest node, and refused where no cluster could give them."""
 
 import pytest
-from clusters import view
 
 from lightning_egeria.cluster.jobs import Cluster, check, devices_of, take_emptiest
 from lightning_egeria.errors import ArgumentError, SchedulingError
+from support.cluster import view
 
 
 def test_free_devices_are_those_that_no_job_holds():

@@ -3,11 +3,11 @@
 import dataclasses
 
 import pytest
-from clusters import view
 
 from lightning_egeria.cluster.jobs import Cluster, devices_of
 from lightning_egeria.cluster.optimus import Optimus
 from lightning_egeria.errors import ArgumentError
+from support.cluster import view
 
 
 @dataclasses.dataclass

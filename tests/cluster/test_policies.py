@@ -1,15 +1,15 @@
 """What every policy promises: each job ends, gangs stay whole, and a run can be repeated."""
 
 import pytest
-from clusters import example
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import slow
 
 from lightning_egeria.cluster.jobs import Cluster, devices_of
 from lightning_egeria.cluster.policies import POLICIES
 from lightning_egeria.cluster.simulator import simulate
 from lightning_egeria.cluster.workloads import Submission
+from support.cluster import example
+from support.models import slow
 
 CHOOSE_THE_NUMBER = {"pollux", "optimus", "fair"}
 

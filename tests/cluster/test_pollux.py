@@ -5,7 +5,6 @@ import time
 
 import numpy as np
 import pytest
-from clusters import example, needs_published, published_average, published_traces, published_workload, view
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +14,7 @@ from lightning_egeria.cluster.pollux import Pollux
 from lightning_egeria.cluster.simulator import simulate
 from lightning_egeria.cluster.throughput import ThroughputModel
 from lightning_egeria.cluster.tiresias import Tiresias
+from support.cluster import example, needs_published, published_average, published_traces, published_workload, view
 
 CLUSTER = Cluster.of(4, 4)
 LIMITS = BatchLimits(128, 4096, 32, 1024)

@@ -1,7 +1,6 @@
 """Queues: order, gangs, and how long back-fill may delay the first."""
 
 import pytest
-from clusters import example, view
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,6 +9,7 @@ from lightning_egeria.cluster.queues import BackFill, FirstComeFirstServed, Shor
 from lightning_egeria.cluster.simulator import simulate
 from lightning_egeria.cluster.tiresias import Tiresias
 from lightning_egeria.errors import ArgumentError
+from support.cluster import example, view
 
 CLUSTER = Cluster.of(2, 4)
 INTERVAL_S = 60

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from clusters import example
 
 from lightning_egeria.cluster.jobs import Cluster
 from lightning_egeria.cluster.records import Interval, JobState, Record
@@ -11,6 +10,7 @@ from lightning_egeria.cluster.simulator import simulate
 from lightning_egeria.cluster.tiresias import Tiresias
 from lightning_egeria.cluster.workloads import Submission
 from lightning_egeria.errors import TraceError
+from support.cluster import example
 
 
 def test_a_log_is_read_as_written(tmp_path):

@@ -1,10 +1,10 @@
 """A simulated job: progress, restarts, epochs and service to the second."""
 
 import pytest
-from clusters import example
 
 from lightning_egeria.cluster.simulated import RESTART_S, SimulatedJob
 from lightning_egeria.cluster.workloads import Submission
+from support.cluster import example
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from clusters import example, needs_published, published_average, published_traces, published_workload
 
 from lightning_egeria.cluster.jobs import Cluster
 from lightning_egeria.cluster.optimus import Optimus
@@ -14,6 +13,7 @@ from lightning_egeria.cluster.simulator import simulate
 from lightning_egeria.cluster.tiresias import Tiresias
 from lightning_egeria.cluster.workloads import Submission
 from lightning_egeria.errors import ArgumentError, SchedulingError
+from support.cluster import example, needs_published, published_average, published_traces, published_workload
 
 GOLDEN = {"tiresias": 3469.69375, "optimus": 5301.875}
 POLICIES = {"tiresias": Tiresias, "optimus": Optimus}

@@ -1,9 +1,8 @@
 """Tiresias: gangs, two queues, and nobody comes back from the second."""
 
-from clusters import view
-
 from lightning_egeria.cluster.jobs import Cluster, devices_of
 from lightning_egeria.cluster.tiresias import DEMOTION_DEVICE_S, Tiresias
+from support.cluster import view
 
 CLUSTER = Cluster.of(2, 4)
 

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from clusters import example, needs_published, published_traces
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -13,6 +12,7 @@ from lightning_egeria.cluster.simulator import simulate
 from lightning_egeria.cluster.traces import LONGEST_S, Application, Limits, read_applications
 from lightning_egeria.cluster.workloads import Submission
 from lightning_egeria.errors import TraceError
+from support.cluster import example, needs_published, published_traces
 
 
 @pytest.fixture

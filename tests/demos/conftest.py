@@ -3,7 +3,8 @@
 import gzip
 
 import pytest
-from question_data import PLACES, asked, squad
+
+from support.demos import PLACES, asked, squad
 
 
 @pytest.fixture

@@ -4,13 +4,13 @@ from functools import partial
 
 import pytest
 import torch
-from question_data import answerer, encoder, fit
 from safetensors.torch import load_file
 
 from lightning_egeria.demos.masked_language import MaskedLanguageModel, WordGuesser, masked
 from lightning_egeria.demos.question_answering import AnswerFinder, Encoder, QuestionAnswerer
 from lightning_egeria.demos.squad import MASK
 from lightning_egeria.errors import ArgumentError
+from support.demos import answerer, encoder, fit
 
 
 def test_a_seventh_of_the_pieces_is_asked_for():

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from question_data import PLACES, answerer, asked, data_of, encoder, fit, squad, trainer_for
 from torch import nn
 
 from lightning_egeria import FreezingPolicy, KnowledgeGuidedFreezing, ScriptedPolicy
 from lightning_egeria.demos.question_answering import AnswerFinder, QuestionAnswerer, best_spans
 from lightning_egeria.demos.squad import QUESTION
+from support.demos import PLACES, answerer, asked, data_of, encoder, fit, squad, trainer_for
 
 
 def test_padding_is_not_seen_and_answers_lie_in_the_paragraph():

@@ -1,7 +1,6 @@
 """Questions, windows and word pieces."""
 
 import pytest
-from question_data import PLACES, data_of
 
 from lightning_egeria.demos.squad import (
     BEGIN,
@@ -17,6 +16,7 @@ from lightning_egeria.demos.squad import (
     word_pieces,
 )
 from lightning_egeria.errors import ArgumentError, TrainingDataError
+from support.demos import PLACES, data_of
 
 
 def texts(window, question):

@@ -8,8 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
-from models import ManualSteps
-from rank_jobs import (
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powerSGD
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_egeria import KnowledgeGuidedFreezing
+from lightning_egeria.core.training.observers import Observer
+from lightning_egeria.errors import UnsupportedError
+from support.distributed.rank_jobs import (
     STEPS,
     Module,
     Net,
@@ -22,15 +29,8 @@ from rank_jobs import (
     scripted,
     train_by_hand,
 )
-from ranks import EXCHANGE_TIMEOUT, all_well, in_ranks
-from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powerSGD
-from torch.nn.parallel import DistributedDataParallel
-
-from lightning_egeria import KnowledgeGuidedFreezing
-from lightning_egeria.core.training.observers import Observer
-from lightning_egeria.errors import UnsupportedError
+from support.models import ManualSteps
+from support.ranks import EXCHANGE_TIMEOUT, all_well, in_ranks
 
 
 def run_scripted(schedule, ranks, steps):

@@ -4,11 +4,11 @@ import functools
 
 import lightning as L
 import pytest
-from models import slow
-from rank_jobs import Module, Net, Watch, active_bytes, digest, fit, scripted
-from ranks import all_well, in_ranks
 
 from lightning_egeria import FreezingPolicy, KnowledgeGuidedFreezing
+from support.distributed.rank_jobs import Module, Net, Watch, active_bytes, digest, fit, scripted
+from support.models import slow
+from support.ranks import all_well, in_ranks
 
 
 def save(path, ranks, **kwargs):

@@ -8,15 +8,15 @@ import time
 import lightning as L
 import pytest
 import torch
-from agreement import checked
-from models import slow
-from rank_jobs import Deciding, Module, Net, Watch, active_bytes, data, digest, fit, scripted
-from ranks import all_well, in_ranks
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_egeria import FreezingPolicy, KnowledgeGuidedFreezing
 from lightning_egeria.errors import LayerChainError
+from support.agreement import checked
+from support.distributed.rank_jobs import Deciding, Module, Net, Watch, active_bytes, data, digest, fit, scripted
+from support.models import slow
+from support.ranks import all_well, in_ranks
 
 
 class Sleepy(L.Callback):

@@ -4,30 +4,73 @@ import copy
 import functools
 import itertools
 import os
+from collections import Counter
 
 import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from agreement import checked
-from collectives import Collectives
 from lightning.pytorch.strategies import ModelParallelStrategy
-from models import slow
-from rank_jobs import Module, Net, batches_by_hand, fit, freeze_front, scripted, train_by_hand
-from ranks import EXCHANGE_TIMEOUT, all_well, in_ranks
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lightning_egeria import FreezingPolicy, KnowledgeGuidedFreezing, ScriptedPolicy
 from lightning_egeria.core.snapshots.packing import pack, unpack
 from lightning_egeria.errors import UnsupportedError
 from lightning_egeria.freezing import evaluation
 from lightning_egeria.freezing.evaluation import StepCapture
+from support.agreement import checked
+from support.distributed.rank_jobs import Module, Net, batches_by_hand, fit, freeze_front, scripted, train_by_hand
+from support.models import slow
+from support.ranks import EXCHANGE_TIMEOUT, all_well, in_ranks
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated"),
     pytest.mark.skipif(not hasattr(torch.cpu.Stream(), "record_event"), reason="this torch has no FSDP2 on the CPU"),
 ]
+
+
+class Collectives(L.Callback):
+    """How often each collective is called in a step, by its name, and the bytes of the tensors it fills.
+
+    Without ``backward`` a step ends where its backward pass starts.
+    """
+
+    def __init__(self, backward=True):
+        self.backward = backward
+        self.counts, self.bytes = [], []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self._mode = _Counting()
+        self._mode.__enter__()
+
+    def on_before_backward(self, trainer, pl_module, loss):
+        if not self.backward:
+            self._end()
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if self.backward:
+            self._end()
+
+    def _end(self):
+        self._mode.__exit__(None, None, None)
+        self.counts.append(self._mode.counts)
+        self.bytes.append(self._mode.bytes)
+
+
+class _Counting(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.counts, self.bytes = Counter(), Counter()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if operation.namespace == "c10d":
+            name = operation.name()
+            self.counts[name] += 1
+            self.bytes[name] += sum(leaf.nbytes for leaf in tree_leaves(args[0]) if isinstance(leaf, torch.Tensor))
+        return operation(*args, **(kwargs or {}))
 
 
 class Sharded(Module):

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from networks import assert_same_attributes, attributes
 from torch import nn
 
 from lightning_egeria.core.distributed.gathering import GatheredWeights, fill
+from support.networks import assert_same_attributes, attributes
 
 
 class Shard(torch.Tensor):

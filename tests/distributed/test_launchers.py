@@ -7,9 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from ranks import LOCAL, free_port
 
-SCRIPT = Path(__file__).with_name("launched.py")
+from support.distributed import launched
+from support.ranks import LOCAL, free_port
+
+SCRIPT = Path(launched.__file__)
 TIMEOUT_S = 120
 
 
@@ -19,7 +21,7 @@ def run(*commands):
     processes = [
         subprocess.Popen(
             [sys.executable, *arguments],
-            env={**inherited, **LOCAL, "PYTHONPATH": os.pathsep.join(map(str, SCRIPT.parents[1:3])), **variables},
+            env={**inherited, **LOCAL, "PYTHONPATH": os.pathsep.join(sys.path), **variables},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

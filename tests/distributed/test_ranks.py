@@ -6,15 +6,15 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from agreement import DisagreementError, compare_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from networks import deep_mlp
-from ranks import all_well, in_ranks
 
 from lightning_egeria.core.distributed.ranks import MESSAGE_BYTES, DepthBroadcast, Ranks
 from lightning_egeria.core.network.chain import LayerChain
 from lightning_egeria.core.training.freezer import Freezer
+from support.agreement import DisagreementError, compare_ranks
+from support.networks import deep_mlp
+from support.ranks import all_well, in_ranks
 
 
 def join():

@@ -5,13 +5,13 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from networks import deep_mlp
-from ranks import all_well, in_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_egeria.core.distributed.reducer import rebuild_reducer
+from support.networks import deep_mlp
+from support.ranks import all_well, in_ranks
 
 
 class Strategy:

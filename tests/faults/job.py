@@ -20,7 +20,6 @@ from unittest import mock
 
 import lightning as L
 import torch
-import untimed
 import xxhash
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
@@ -29,6 +28,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 from lightning_egeria import FrozenPrefixCache, KnowledgeGuidedFreezing
 from lightning_egeria.caching import policy
 from lightning_egeria.core.training.freezer import Decision
+from support import untimed
 
 SAMPLES, BATCH, EPOCHS = 40, 8, 10
 STEPS = SAMPLES // BATCH * EPOCHS

@@ -16,10 +16,10 @@ from types import FrameType
 from typing import Any
 
 import torch
-from ranks import PROCESSES
 
 import lightning_egeria
 from faults.job import RESULT, Job
+from support.ranks import PROCESSES
 
 _PACKAGE = str(Path(lightning_egeria.__file__).parent)
 LOG = "log"  # of a job that was killed before it began there is none

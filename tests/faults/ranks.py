@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-from ranks import LOCAL, free_port
 
 from faults.held import check, fault
 from faults.job import STEPS, Job
 from faults.processes import Ended, finish, start
 from faults.trainer import ended_well
+from support.ranks import LOCAL, free_port
 
 RANKS = 2
 EXCHANGE_S = 8.0  # that a rank waits for another before it gives up

@@ -3,10 +3,10 @@
 import math
 
 import pytest
-from slope_runs import evaluations_to_freeze, falling_then_flat, feed, freeze, guided, moving, rates
 from torch.optim import lr_scheduler
 
 from lightning_egeria.freezing.slopes import SlopePolicy, Stage
+from support.freezing.slope_runs import evaluations_to_freeze, falling_then_flat, feed, freeze, guided, moving, rates
 
 SMOOTH = {
     "cosine to zero": lambda o, n: lr_scheduler.CosineAnnealingLR(o, n),

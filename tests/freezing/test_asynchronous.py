@@ -8,14 +8,14 @@ import textwrap
 import threading
 
 import lightning as L
-import models
 import pytest
 import torch
-from leftovers import REPOSITORY
-from models import equal, images, loader, slow
 from torch import nn
 
 from lightning_egeria import KnowledgeGuidedFreezing, ScriptedPolicy, SlopePolicy
+from support import models
+from support.leftovers import REPOSITORY
+from support.models import equal, images, loader, slow
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*LeafSpec.* is deprecated"  # pytest.warns emits Lightning's again under its own name

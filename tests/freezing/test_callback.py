@@ -8,13 +8,13 @@ import warnings
 import lightning as L
 import pytest
 import torch
-from callback_runs import At, HandWritten, Module, Observing, fit, freezing, module
-from models import ConvNet, equal
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_egeria import FreezingPolicy, KnowledgeGuidedFreezing, ScriptedPolicy, SlopePolicy
 from lightning_egeria.errors import ArgumentError, LayerChainError
+from support.freezing.callback_runs import At, HandWritten, Module, Observing, fit, freezing, module
+from support.models import ConvNet, equal
 
 
 @pytest.mark.parametrize(("optimizer", "evaluations", "told"), [("adamw", 0, 1), ("sgd", 9, 0)])

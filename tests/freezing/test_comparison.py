@@ -6,14 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from held import Asked, Run, Told
-from networks import deep_mlp
 
 from lightning_egeria.core.network.chain import LayerChain
 from lightning_egeria.core.training.freezer import Decision, Freezer
 from lightning_egeria.freezing import comparison as comparison_module
 from lightning_egeria.freezing.comparison import comparison_of, evaluation_interval
 from lightning_egeria.freezing.runner import ReferenceRunner
+from support.freezing.held import Asked, Run, Told
+from support.networks import deep_mlp
 
 
 @pytest.mark.parametrize(("wait_s", "heard"), [(0.0, [3, 5, 7]), (60.0, [4, 6, 8])])

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from models import After, equal, fit, slow
-from setups import Watching, freezing, new
 
 from lightning_egeria import ScriptedPolicy
+from support.freezing.setups import Watching, freezing, new
+from support.models import After, equal, fit, slow
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:train_dataloader yielded None"),

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from models import ConvNet, equal, fit, left_behind, trainer_of
-from setups import Module, Watching, freezing, loader, new
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_egeria import KnowledgeGuidedFreezing, ScriptedPolicy
+from support.freezing.setups import Module, Watching, freezing, loader, new
+from support.models import ConvNet, equal, fit, left_behind, trainer_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:train_dataloader yielded None"),

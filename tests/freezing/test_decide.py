@@ -4,13 +4,13 @@ import math
 
 import pytest
 import torch
-from held import Asked, Run, Told
-from networks import deep_mlp
 
 from lightning_egeria.core.distributed.ranks import DepthBroadcast
 from lightning_egeria.core.network.chain import LayerChain
 from lightning_egeria.core.training.freezer import Decision, Freezer
 from lightning_egeria.freezing.decide import Decider
+from support.freezing.held import Asked, Run, Told
+from support.networks import deep_mlp
 
 
 class Ranks:

@@ -4,15 +4,15 @@ import csv
 import logging
 
 import lightning as L
-import models
 import pytest
 import torch
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
-from models import Classifier, loader, mlp
 from torch.utils.data import TensorDataset
 
 from lightning_egeria import FreezingPolicy, KnowledgeGuidedFreezing, ScriptedPolicy, SlopePolicy
+from support import models
+from support.models import Classifier, loader, mlp
 
 
 class Module(Classifier):

@@ -4,14 +4,14 @@ import threading
 
 import pytest
 import torch
-from held import Asked, Run
-from networks import assert_same_attributes, attributes, deep_mlp
 
 from lightning_egeria.core.network.chain import LayerChain
 from lightning_egeria.core.network.prefix import FrozenPrefix
 from lightning_egeria.core.training.freezer import Decision
 from lightning_egeria.errors import WorkerError
 from lightning_egeria.freezing.evaluation import StepCapture
+from support.freezing.held import Asked, Run
+from support.networks import assert_same_attributes, attributes, deep_mlp
 
 # --- the captured step ----------------------------------------------------------------------------------------------
 

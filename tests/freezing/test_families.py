@@ -10,12 +10,12 @@ import pytest
 import timm
 import torch
 import torchvision
-from models import slow
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_egeria import KnowledgeGuidedFreezing
 from lightning_egeria.core.training.freezer import Decision
+from support.models import slow
 
 
 def freezing(policy, **arguments):

@@ -7,12 +7,12 @@ import pytest
 import torch
 from lightning.pytorch import callbacks as pl_callbacks
 from lightning.pytorch.tuner import Tuner
-from models import After, Classifier, equal, fit, images, left_behind, slow, trainer_of
-from setups import ByHand, Filtering, Module, Watching, freezing, loader, new
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_egeria import ScriptedPolicy
+from support.freezing.setups import ByHand, Filtering, Module, Watching, freezing, loader, new
+from support.models import After, Classifier, equal, fit, images, left_behind, slow, trainer_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:train_dataloader yielded None"),

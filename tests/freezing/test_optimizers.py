@@ -5,12 +5,12 @@ import copy
 import lightning as L
 import pytest
 import torch
-from models import After, equal, fit, left_behind
-from setups import Manual, Module, Watching, freezing, new
 from torch import nn
 
 from lightning_egeria import FreezingPolicy, ScriptedPolicy
 from lightning_egeria.errors import UnsupportedError
+from support.freezing.setups import Manual, Module, Watching, freezing, new
+from support.models import After, equal, fit, left_behind
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:train_dataloader yielded None"),

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from networks import Encoder, deep_mlp, ids
 from torch import nn
 
 from lightning_egeria.core.network.calls import EarlierOutput, NetworkCall
@@ -12,6 +11,7 @@ from lightning_egeria.core.network.chain import LayerChain
 from lightning_egeria.errors import UnsupportedError
 from lightning_egeria.freezing.precision import GramRecorder, SnapshotNetwork
 from lightning_egeria.freezing.similarity import gram_distance, gram_matrix
+from support.networks import Encoder, deep_mlp, ids
 
 
 @pytest.fixture

@@ -5,13 +5,13 @@ import logging
 
 import lightning as L
 import pytest
-from callback_runs import fit, freezing, module
-from models import equal, mlp
 from torch import nn
 
 from lightning_egeria import FreezingPolicy, SlopePolicy
 from lightning_egeria.core.network.normalisation import normalisation_layers
 from lightning_egeria.freezing.pretrained import answer_auto, untrained_behind
+from support.freezing.callback_runs import fit, freezing, module
+from support.models import equal, mlp
 
 pytestmark = pytest.mark.filterwarnings("ignore:freezing. nothing froze")
 

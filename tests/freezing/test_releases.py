@@ -5,11 +5,11 @@ import itertools
 import pytest
 import torch
 from lightning.pytorch import callbacks as pl_callbacks
-from models import After, fit, left_behind
-from setups import Filtering, Module, Watching, freezing, new
 from torch import nn
 
 from lightning_egeria import ScriptedPolicy
+from support.freezing.setups import Filtering, Module, Watching, freezing, new
+from support.models import After, fit, left_behind
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:train_dataloader yielded None"),

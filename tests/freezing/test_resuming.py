@@ -6,11 +6,11 @@ import json
 import lightning as L
 import pytest
 import torch
-from callback_runs import At, fit, freezing, module
 from torch import nn
 
 from lightning_egeria import FreezingPolicy, ScriptedPolicy
 from lightning_egeria.errors import ArgumentError, CheckpointError, LayerChainError
+from support.freezing.callback_runs import At, fit, freezing, module
 
 
 @pytest.mark.parametrize("depth_at_save", [0, 2])

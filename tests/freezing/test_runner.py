@@ -8,7 +8,6 @@ import time
 
 import pytest
 import torch
-from models import slow
 from torch import nn
 
 from lightning_egeria.core.network.calls import NetworkCall
@@ -16,6 +15,7 @@ from lightning_egeria.core.network.chain import LayerChain
 from lightning_egeria.errors import CheckpointError, WorkerError
 from lightning_egeria.freezing.reference import EvaluationRequest, ReferenceModel
 from lightning_egeria.freezing.runner import ReferenceRunner, has_idle_core
+from support.models import slow
 
 
 @pytest.fixture

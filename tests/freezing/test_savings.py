@@ -6,13 +6,13 @@ import pickle
 from types import SimpleNamespace
 
 import pytest
-from held import Asked, Run
 from rich.console import Console
 
 from lightning_egeria.core.profiling.costs import WARM_UP_STEPS, StepCosts
 from lightning_egeria.core.training.freezer import Decision, FreezingEvent
 from lightning_egeria.freezing.savings import LayerModuleSavings, Savings, savings_table, summarize, why_nothing_froze
 from lightning_egeria.freezing.slopes import SlopePolicy
+from support.freezing.held import Asked, Run
 
 SAVINGS = Savings(
     layer_modules=(LayerModuleSavings("net.stem", 120, 0.123), LayerModuleSavings("net.block", None, None)),

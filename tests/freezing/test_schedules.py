@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from models import fit
-from setups import Module, freezing, new
 from torch.optim import lr_scheduler
 
 from lightning_egeria import FreezingPolicy
+from support.freezing.setups import Module, freezing, new
+from support.models import fit
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:train_dataloader yielded None"),

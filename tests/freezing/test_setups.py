@@ -6,8 +6,13 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch import callbacks as pl_callbacks
-from models import After, ConvNet, equal, fit, left_behind, slow
-from setups import (
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_egeria import FreezingPolicy, ScriptedPolicy
+from lightning_egeria.errors import LayerChainError
+from support.freezing.setups import (
     MUCH_ALIKE,
     SETUPS,
     ByHand,
@@ -23,12 +28,7 @@ from setups import (
     trained_plainly,
     validated,
 )
-from torch import nn
-from torch.optim import lr_scheduler
-from torch.utils.data import DataLoader, TensorDataset
-
-from lightning_egeria import FreezingPolicy, ScriptedPolicy
-from lightning_egeria.errors import LayerChainError
+from support.models import After, ConvNet, equal, fit, left_behind, slow
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:train_dataloader yielded None"),

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from slope_runs import evaluations_to_freeze, falling_then_flat, feed, freeze, guided, moving
 
 from lightning_egeria.errors import ArgumentError
 from lightning_egeria.freezing.slopes import FIRST_SLOPES, SlopePolicy, Stage
+from support.freezing.slope_runs import evaluations_to_freeze, falling_then_flat, feed, freeze, guided, moving
 
 NAN, INF = math.nan, math.inf
 

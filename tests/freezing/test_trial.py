@@ -11,7 +11,14 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
 from lightning.pytorch.loggers import CSVLogger
-from models import (
+from torch.utils.data import DataLoader
+
+from lightning_egeria import FreezingPolicy, FrozenPrefixCache, KnowledgeGuidedFreezing, ScriptedPolicy
+from lightning_egeria.core.training import feed
+from lightning_egeria.freezing import loss_limits, trial_plan
+from lightning_egeria.freezing.loss_limits import LIMITS
+from lightning_egeria.freezing.trial import Frontier, worth
+from support.models import (
     After,
     Classifier,
     ConvNet,
@@ -26,13 +33,6 @@ from models import (
     tokens,
     vectors,
 )
-from torch.utils.data import DataLoader
-
-from lightning_egeria import FreezingPolicy, FrozenPrefixCache, KnowledgeGuidedFreezing, ScriptedPolicy
-from lightning_egeria.core.training import feed
-from lightning_egeria.freezing import loss_limits, trial_plan
-from lightning_egeria.freezing.loss_limits import LIMITS
-from lightning_egeria.freezing.trial import Frontier, worth
 
 STEPS = 48  # in three epochs
 FALLS = {0: 0.1025, 1: 0.1, 2: 0.05}  # in a step, by depth; 2 is worth 0.66 of 1, and 1 is worth 0.98 of 0

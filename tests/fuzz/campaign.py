@@ -1,6 +1,6 @@
 """Gives the readers of the package a million damaged inputs, and tells what came of them.
 
-    python tests/fuzz/campaign.py [--inputs 1000000] [--seed 0] [--only NAME ...] [--keep FOLDER]
+    PYTHONPATH=tests python -m fuzz.campaign [--inputs 1000000] [--seed 0] [--only NAME ...] [--keep FOLDER]
 
 Everything follows from the seed. Memory is limited: an allocation much larger than its input is an error like others.
 Needs Linux, which tells how much was taken.
@@ -15,8 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from formats import EXACT, MISS, OTHER, Format, formats
-from mutations import mutated
+from fuzz.formats import EXACT, MISS, OTHER, Format, formats
+from fuzz.mutations import mutated
 
 MEMORY_BYTES = 64 * 2**20  # that reading may take beyond what the process has at the beginning
 LONGEST_S = 10.0  # for one input, on a machine that does other things too

@@ -65,7 +65,7 @@ class Format:
 
 def formats(folder: Path) -> list[Format]:
     """All of them; readers write to ``folder``."""
-    from job_formats import job_formats  # which needs what is defined here
+    from fuzz.job_formats import job_formats  # which needs what is defined here
 
     return [
         *job_formats(folder / "jobs"),

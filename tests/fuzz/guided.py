@@ -1,7 +1,7 @@
 """Has atheris look for inputs that reach lines of a reader which no other has reached.
 
     pip install atheris
-    python tests/fuzz/guided.py "fields of a sample" -max_total_time=60
+    PYTHONPATH=tests python -m fuzz.guided "fields of a sample" -max_total_time=60
 
 Ends at the first input that is not read as it must be. What follows the name is for libFuzzer.
 """
@@ -16,7 +16,7 @@ def main() -> None:
     import atheris  # no requirement of the project
 
     with atheris.instrument_imports(include=["lightning_egeria", "json"]):
-        from formats import formats
+        from fuzz.formats import formats
     with tempfile.TemporaryDirectory() as folder:
         (tested,) = [known for known in formats(Path(folder)) if known.name == sys.argv[1]]
         corpus = Path(folder) / "corpus"

@@ -11,8 +11,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from formats import EXACT, OTHER, Format, WrongError
-
+from fuzz.formats import EXACT, OTHER, Format, WrongError
 from lightning_egeria.cluster.freezing_runs import FreezingRun
 from lightning_egeria.cluster.goodput import BatchLimits
 from lightning_egeria.cluster.hints import Hints

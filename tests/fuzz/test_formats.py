@@ -8,15 +8,14 @@ import sys
 import tracemalloc
 from pathlib import Path
 
-import formats as readers
 import numpy as np
 import pytest
 import torch
-from formats import EXACT, MISS, OTHER, formats
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from stored import bits
 
+from fuzz import formats as readers
+from fuzz.formats import EXACT, MISS, OTHER, formats
 from lightning_egeria import errors
 from lightning_egeria.caching.store.directory import CacheDirectory
 from lightning_egeria.caching.store.manifest import ENTRIES, INDEX, LOCK, MANIFEST, is_in_use, remove_store
@@ -28,6 +27,7 @@ from lightning_egeria.errors import CheckpointError, RecordError, StoreError
 from lightning_egeria.freezing.policy import FreezingPolicy
 from lightning_egeria.report import figures
 from lightning_egeria.report.record import LARGEST_BYTES, RunRecord
+from support.caching.stored import bits
 
 FUZZ = settings(deadline=None)
 ERRORS = {"ValueError", "no state"} | {name for name, kind in vars(errors).items() if isinstance(kind, type)}
@@ -97,8 +97,9 @@ def test_what_was_written_is_read(known, name):
 
 def campaign(*arguments):
     """Give the readers random inputs, in a process of its own whose memory is limited."""
-    script = Path(readers.__file__).with_name("campaign.py")
-    return subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "fuzz.campaign", *arguments]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells how much memory was taken")

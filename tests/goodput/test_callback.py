@@ -1,10 +1,9 @@
 """What the callback measures; `test_datamodule.py` has whole runs."""
 
-from adaptive import adaptive, numbered, trained
-from models import After
-
 from lightning_egeria.methods.goodput.callback import BatchSizeSteps
 from lightning_egeria.methods.goodput.profile import Configuration
+from support.goodput import adaptive, numbered, trained
+from support.models import After
 
 
 def steps_of(trainer):

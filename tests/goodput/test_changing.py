@@ -1,8 +1,6 @@
 """When a change holds; `test_datamodule.py` and `test_exchange.py` have it in whole runs."""
 
 import pytest
-from adaptive import Seeing, adaptive, trained
-from models import trainer_of
 from torch.utils.data import DataLoader
 
 from lightning_egeria.core.distributed.ranks import Ranks
@@ -11,6 +9,8 @@ from lightning_egeria.core.training.notices import Notices
 from lightning_egeria.methods.goodput.changing import BatchSizeChanges, planned_of
 from lightning_egeria.methods.goodput.control import BatchSizeControl
 from lightning_egeria.methods.goodput.decision import Division, ScriptedBatchSizes
+from support.goodput import Seeing, adaptive, trained
+from support.models import trainer_of
 
 
 @pytest.fixture

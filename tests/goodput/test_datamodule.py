@@ -6,9 +6,7 @@ import warnings
 
 import pytest
 import torch
-from adaptive import SavesAfter, Seeing, adaptive, numbered, own_generator, trained
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from models import Classifier, ConvNet, equal, fit, images, loader, trainer_of
 
 from lightning_egeria import (
     AdaptiveBatchSize,
@@ -19,6 +17,8 @@ from lightning_egeria import (
 )
 from lightning_egeria.cluster.hints import Hints
 from lightning_egeria.errors import ArgumentError, CheckpointError, TrainingDataError, UnsupportedError
+from support.goodput import SavesAfter, Seeing, adaptive, numbered, own_generator, trained
+from support.models import Classifier, ConvNet, equal, fit, images, loader, trainer_of
 
 
 def flat(batches):

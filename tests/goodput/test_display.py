@@ -1,7 +1,6 @@
 """The figures of a run."""
 
 import pytest
-from adaptive import adaptive, numbered, trained
 
 from lightning_egeria import RunRecorder
 from lightning_egeria.methods.goodput.control import BatchSizeControl
@@ -9,6 +8,7 @@ from lightning_egeria.methods.goodput.decision import Division, LargestGoodput
 from lightning_egeria.methods.goodput.display import panels_of
 from lightning_egeria.methods.goodput.profile import Configuration
 from lightning_egeria.report.record import RunRecord
+from support.goodput import adaptive, numbered, trained
 
 
 def test_figures_are_those_of_the_formulas():

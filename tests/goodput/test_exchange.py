@@ -4,10 +4,7 @@ import itertools
 
 import pytest
 import torch
-from adaptive import SavesAfter, Seeing, adaptive, numbered, trained
 from lightning.pytorch.strategies import DDPStrategy
-from models import After, equal
-from ranks import EXCHANGE_TIMEOUT, all_well, in_ranks
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from lightning_egeria import KnowledgeGuidedFreezing, ScriptedPolicy
@@ -15,6 +12,9 @@ from lightning_egeria.core.snapshots.digests import digest
 from lightning_egeria.errors import UnsupportedError
 from lightning_egeria.methods.goodput.exchange import measure_exchange
 from lightning_egeria.methods.goodput.profile import Profile
+from support.goodput import SavesAfter, Seeing, adaptive, numbered, trained
+from support.models import After, equal
+from support.ranks import EXCHANGE_TIMEOUT, all_well, in_ranks
 
 
 def ddp(**arguments):

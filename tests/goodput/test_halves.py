@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from adaptive import SavesAfter, Seeing, adaptive, numbered, own_generator, trained
-from methods import scripted
-from models import Classifier, ConvNet, equal, fit, loader
 
 from lightning_egeria import AdaptiveBatchSize, FrozenPrefixCache
 from lightning_egeria.methods.goodput.control import BatchSizeControl
 from lightning_egeria.methods.goodput.profile import Profile
+from support.goodput import SavesAfter, Seeing, adaptive, numbered, own_generator, trained
+from support.methods import scripted
+from support.models import Classifier, ConvNet, equal, fit, loader
 
 
 @pytest.fixture

@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
-from models import After, Classifier, ConvNet, fit, images, loader
 
 from lightning_egeria.core.snapshots.random_state import RandomState
 from lightning_egeria.errors import RowsError
 from lightning_egeria.methods.goodput.memory import enlarged, fits_in_memory, run_in_halves
+from support.models import After, Classifier, ConvNet, fit, images, loader
 
 
 class Failing(Classifier):

@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 
 import pytest
-from adaptive import adaptive, numbered, trained
 
 from lightning_egeria.core.batches.batch_sampler import MutableBatchSampler
 from lightning_egeria.core.snapshots.random_state import LoadingState
@@ -11,6 +10,7 @@ from lightning_egeria.core.training.notices import Notices
 from lightning_egeria.errors import ArgumentError, CheckpointError, TrainingDataError
 from lightning_egeria.methods.goodput.decision import Division
 from lightning_egeria.methods.goodput.sizes import Sizes, first_sizes
+from support.goodput import adaptive, numbered, trained
 
 NOW = {"local": 32, "batches": 1, "replicas": 1}
 PLACE = {"place": None, "generators": LoadingState.current([]).to_plain(), "done": 0}

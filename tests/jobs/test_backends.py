@@ -1,9 +1,9 @@
 import pytest
-from described import described
 
 from lightning_egeria.errors import QueueError
 from lightning_egeria.jobs.backends import NAMES, Queued, backend
 from lightning_egeria.jobs.home import Home
+from support.jobs.described import described
 
 
 def test_the_local_one_knows_its_devices(tmp_path, monkeypatch):

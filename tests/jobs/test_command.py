@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from described import all_reaped, until
 
 from lightning_egeria.cli.methods import CONFIGURABLE
 from lightning_egeria.command import main
@@ -15,6 +14,7 @@ from lightning_egeria.errors import QueueError
 from lightning_egeria.jobs import command
 from lightning_egeria.jobs.history import History
 from lightning_egeria.jobs.queue import queue_runs
+from support.jobs.described import all_reaped, until
 
 
 @pytest.fixture

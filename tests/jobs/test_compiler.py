@@ -7,12 +7,12 @@ import time
 from urllib.parse import quote
 
 import pytest
-from described import described
 
 from lightning_egeria.errors import CompilationError, DescriptionError
 from lightning_egeria.jobs.compiler import Compiler
 from lightning_egeria.jobs.optimisations import Measured
 from lightning_egeria.jobs.rules import read_description
+from support.jobs.described import described
 
 DIGITS = ["model.net.depth=8", "trainer=cpu", "trainer.max_epochs=30", "scheduler=stepdecay"]
 

@@ -3,13 +3,13 @@ import time
 from pathlib import Path
 
 import pytest
-from described import described, ended, submitted
 
 from lightning_egeria.errors import ExecutionError
 from lightning_egeria.jobs.environments import environment_name
 from lightning_egeria.jobs.eviction import evict
 from lightning_egeria.jobs.home import ARRAYS
 from lightning_egeria.jobs.rundirs import LOCK, read_run_directory
+from support.jobs.described import described, ended, submitted
 
 HOUR, DAY = 3600, 86400
 

@@ -5,13 +5,13 @@ import subprocess
 import sys
 
 import pytest
-from described import PYTHON, alive, described, folder_of, until
 
 from lightning_egeria.errors import JobError
 from lightning_egeria.jobs import execution
 from lightning_egeria.jobs.execution import ALREADY, Execution, main
 from lightning_egeria.jobs.jobfolders import State
 from lightning_egeria.jobs.machine import start_execution
+from support.jobs.described import PYTHON, alive, described, folder_of, until
 
 
 def run(tmp_path, command, **keys):

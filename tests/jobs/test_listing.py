@@ -1,11 +1,10 @@
 import os
 import time
 
-from described import described, submitted
-
 from lightning_egeria.jobs.home import Home
 from lightning_egeria.jobs.jobfolders import State, Status
 from lightning_egeria.jobs.listing import as_text, table
+from support.jobs.described import described, submitted
 
 
 def test_a_line_for_each_job(tmp_path):

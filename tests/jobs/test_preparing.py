@@ -1,11 +1,11 @@
 import pytest
-from described import described, folder_of
 
 from lightning_egeria.cli.methods import CONFIGURABLE
 from lightning_egeria.errors import ExecutionError
 from lightning_egeria.jobs.jobfolders import Status
 from lightning_egeria.jobs.preparing import command_for, data_for, variables_for, work_for
 from lightning_egeria.jobs.rundirs import digest_of, read_run_directory
+from support.jobs.described import described, folder_of
 
 
 def prepared(tmp_path, **keys):

@@ -5,12 +5,12 @@ import subprocess
 from contextlib import nullcontext
 
 import pytest
-from described import described
 
 from lightning_egeria.errors import CompilationError
 from lightning_egeria.jobs import provenance
 from lightning_egeria.jobs.home import Home
 from lightning_egeria.jobs.provenance import installed_distributions, provenance_of
+from support.jobs.described import described
 
 
 def git(folder, *arguments):

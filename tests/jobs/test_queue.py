@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-from described import alive, described, submitted, until
 
 from lightning_egeria.cluster.queues import BackFill
 from lightning_egeria.errors import QueueError
@@ -16,6 +15,7 @@ from lightning_egeria.jobs.jobfolders import State
 from lightning_egeria.jobs.machine import ThisMachine, devices_here
 from lightning_egeria.jobs.queue import Queue, ensure_queue, queue_runs
 from lightning_egeria.jobs.submission import remove
+from support.jobs.described import alive, described, submitted, until
 
 
 @pytest.fixture

@@ -14,16 +14,16 @@ import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
-import adaptive_job as adaptive
-import counting_job as counting
 import pytest
-from described import described
 
 from lightning_egeria.errors import QueueError
 from lightning_egeria.jobs.backends import Queued
 from lightning_egeria.jobs.home import Home
 from lightning_egeria.jobs.queue import Queue
 from lightning_egeria.jobs.submission import cancel, submit
+from support.jobs import adaptive_job as adaptive
+from support.jobs import counting_job as counting
+from support.jobs.described import described
 
 pytest.importorskip("ray", reason="ray is an extra: make test-slow installs it")
 

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from described import alive, until
 
 from lightning_egeria.core.programs.processes import kill_marked
+from support.jobs.described import alive, until
 
 # It leaves a process in a session of its own, and has a process that watches a job: that one saves when it is asked to.
 PROGRAM = """

@@ -1,9 +1,9 @@
 import pytest
-from models import Classifier, fit
 
 from lightning_egeria.cluster.hints import Hints
 from lightning_egeria.jobs import remaining
 from lightning_egeria.jobs.remaining import RemainingTime, share_done
+from support.models import Classifier, fit
 
 
 class Clock:

@@ -10,15 +10,15 @@ import time
 from pathlib import Path
 
 import pytest
-import stopped
 import torch
-from described import described, until
 
 from lightning_egeria.errors import QueueError
 from lightning_egeria.jobs.backends import backend
 from lightning_egeria.jobs.home import Home
 from lightning_egeria.jobs.jobfolders import State
 from lightning_egeria.jobs.submission import cancel, refresh, resume, submit
+from support.jobs import stopped
+from support.jobs.described import described, until
 
 pytest.importorskip("submitit", reason="submitit is an extra")
 

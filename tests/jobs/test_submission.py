@@ -1,9 +1,9 @@
 import pytest
-from described import Quiet, described, ended, submitted
 
 from lightning_egeria.errors import QueueError
 from lightning_egeria.jobs.jobfolders import State, Status
 from lightning_egeria.jobs.submission import cancel, refresh, remove, resume, submit
+from support.jobs.described import Quiet, described, ended, submitted
 
 
 class Elsewhere(Quiet):

@@ -4,7 +4,6 @@ import dataclasses
 import re
 
 import pytest
-from described import described, folder_of
 
 from docs.tables import ROOT, TABLES, replaced
 from lightning_egeria.cluster.hints import Hints
@@ -13,6 +12,7 @@ from lightning_egeria.jobs.evidence import FEWEST_TASKS, MOST_TIME, POINT, evide
 from lightning_egeria.jobs.jobfolders import State, Status
 from lightning_egeria.jobs.preparing import variables_for
 from lightning_egeria.jobs.rundirs import read_run_directory
+from support.jobs.described import described, folder_of
 
 REFERENCE = (ROOT / "docs" / "jobs.md").read_text()
 CARD = (ROOT / "lightning_egeria" / "jobs" / "README.md").read_text()

@@ -7,11 +7,10 @@ import time
 
 import lightning as L
 import pytest
-from models import Classifier, equal, fit
-from test_contract import classifier
 
 from lightning_egeria import DeviceTurns
 from lightning_egeria.errors import ArgumentError
+from support.models import Classifier, equal, fit
 
 
 class Log(L.Callback):
@@ -65,7 +64,7 @@ def test_two_jobs_take_turns(tmp_path):
 
 
 def test_training_is_the_same(tmp_path):
-    plain, shared = classifier(), classifier()
+    plain, shared = Classifier(), Classifier()
     fit(plain)
     fit(shared, DeviceTurns(tmp_path / "device"))
     assert shared.losses == plain.losses

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from lazies import ONE_ARGUMENT, Layers, Source, X
 
 from lightning_egeria.caching.record.meta import Meta
 from lightning_egeria.caching.record.tensors import plain, show
+from support.caching.lazies import ONE_ARGUMENT, Layers, Source, X
 
 
 class Owner:

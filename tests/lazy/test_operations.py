@@ -5,8 +5,9 @@ import warnings
 
 import pytest
 import torch
-from lazies import described, lazy
 from torch.utils import _pytree as pytree
+
+from support.caching.lazies import described, lazy
 
 SAMPLES = 8  # of each operation
 # Their values are whatever the memory holds.

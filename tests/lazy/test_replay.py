@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from lazies import BY_ROW, Source, X
 
 from lightning_egeria.caching.record.replay import copy_rows, replay
 from lightning_egeria.caching.record.tensors import plain
+from support.caching.lazies import BY_ROW, Source, X
 
 PERMUTATIONS = [[0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0], [2, 0, 4, 1, 5, 3], [1, 1, 1, 1, 1, 1], [0, 0, 1, 5, 5, 2]]
 

@@ -4,13 +4,13 @@ import pickle
 
 import pytest
 import torch
-from lazies import BY_ROW, Source, X, is_lazy
 
 from lightning_egeria.caching.record.keys import Keys
 from lightning_egeria.caching.record.meta import Meta
 from lightning_egeria.caching.record.sending import Sent, joined, operation, receive, send
 from lightning_egeria.caching.record.tape import Tape
 from lightning_egeria.caching.record.tensors import plain, show
+from support.caching.lazies import BY_ROW, Source, X, is_lazy
 
 
 def test_what_is_sent_can_be_pickled():

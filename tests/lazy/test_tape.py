@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from lazies import BY_ROW, ONE_ARGUMENT, Layers, Source, W, X, is_lazy
 from torch import nn
 
 from lightning_egeria.caching.record.keys import Keys
 from lightning_egeria.caching.record.replay import replay
 from lightning_egeria.caching.record.tensors import plain
+from support.caching.lazies import BY_ROW, ONE_ARGUMENT, Layers, Source, W, X, is_lazy
 
 
 def key(function, x=X):

@@ -7,12 +7,12 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from lazies import Source, described, is_lazy, lazy
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 from torch.utils import _pytree as pytree
 
 from lightning_egeria.caching.record.tensors import LazyTensor, plain, stack
+from support.caching.lazies import Source, described, is_lazy, lazy
 
 X = torch.randn(4, 3, 6)
 INTO = torch.randn(6, 2)

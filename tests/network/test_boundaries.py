@@ -2,7 +2,13 @@
 
 import pytest
 import torch
-from networks import (
+from torch import nn
+from torch.nn import functional as F
+
+from lightning_egeria.core.network.chain import LayerChain
+from lightning_egeria.core.network.prefix import FrozenPrefix
+from lightning_egeria.errors import LayerChainError
+from support.networks import (
     Checkpointed,
     LargeHead,
     OutOfOrder,
@@ -18,13 +24,7 @@ from networks import (
     traced,
     vision,
 )
-from repeated_calls import Alternating, SharedEmbedding, UsedTwice
-from torch import nn
-from torch.nn import functional as F
-
-from lightning_egeria.core.network.chain import LayerChain
-from lightning_egeria.core.network.prefix import FrozenPrefix
-from lightning_egeria.errors import LayerChainError
+from support.repeated_calls import Alternating, SharedEmbedding, UsedTwice
 
 
 class TestWhatIsFound:

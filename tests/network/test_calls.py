@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from networks import assert_same_attributes, attributes
 from torch import nn
 
 from lightning_egeria.core.network.calls import (
@@ -12,6 +11,7 @@ from lightning_egeria.core.network.calls import (
     boundary_activation,
     crop_calls,
 )
+from support.networks import assert_same_attributes, attributes
 
 
 class Pair(nn.Module):

@@ -7,7 +7,11 @@ import re
 import pytest
 import timm
 import torch
-from networks import (
+from torch import nn
+
+from lightning_egeria.core.network.chain import LayerChain
+from lightning_egeria.errors import LayerChainError
+from support.networks import (
     LENGTHS,
     MODELS,
     Towers,
@@ -22,10 +26,6 @@ from networks import (
     step,
     traced,
 )
-from torch import nn
-
-from lightning_egeria.core.network.chain import LayerChain
-from lightning_egeria.errors import LayerChainError
 
 
 @pytest.mark.parametrize("name", MODELS)

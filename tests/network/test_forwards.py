@@ -6,10 +6,10 @@ import pickle
 
 import pytest
 import torch
-from networks import assert_same_attributes, attributes
 from torch import nn
 
 from lightning_egeria.core.network.forwards import ForwardReplacements
+from support.networks import assert_same_attributes, attributes
 
 
 def doubled(original):

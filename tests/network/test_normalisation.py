@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from models import Classifier, ConvNet, Transformer, fit
 from torch import nn
 
 from lightning_egeria.core.network.normalisation import looks_trained, normalisation_layers
+from support.models import Classifier, ConvNet, Transformer, fit
 
 
 class RootMeanSquare(nn.Module):

@@ -1,11 +1,11 @@
 """Boundary activations are seen as they pass, and change nothing."""
 
 import torch
-from networks import assert_same_attributes, attributes, deep_mlp
 from torch import nn
 
 from lightning_egeria.core.network.chain import LayerChain
 from lightning_egeria.core.network.passing import BoundaryObserver
+from support.networks import assert_same_attributes, attributes, deep_mlp
 
 
 class Seen(BoundaryObserver):

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from networks import EVERY_GRADIENT, Towers, UNet, deep_mlp, depths_of, gradients, images, step, traced
 from torch import nn
 
 from lightning_egeria.core.network.chain import LayerChain
 from lightning_egeria.core.network.paused import PausedPrefix
 from lightning_egeria.errors import UnsupportedError
+from support.networks import EVERY_GRADIENT, Towers, UNet, deep_mlp, depths_of, gradients, images, step, traced
 
 # ``torch.matmul`` folds the batch of an input that needs a gradient and of no other, and the two round differently:
 # such a step is that of the same prefix frozen by hand, bit for bit, and of the whole one but for rounding.

@@ -7,7 +7,12 @@ import pickle
 
 import pytest
 import torch
-from networks import (
+from torch import nn
+
+from lightning_egeria.core.network.chain import LayerChain
+from lightning_egeria.core.network.prefix import SETTLING_STEPS, FrozenPrefix
+from lightning_egeria.errors import LayerChainError
+from support.networks import (
     EVERY_GRADIENT,
     MODELS,
     Encoder,
@@ -25,12 +30,7 @@ from networks import (
     traced,
     trainable,
 )
-from repeated_calls import RandomCalls
-from torch import nn
-
-from lightning_egeria.core.network.chain import LayerChain
-from lightning_egeria.core.network.prefix import SETTLING_STEPS, FrozenPrefix
-from lightning_egeria.errors import LayerChainError
+from support.repeated_calls import RandomCalls
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -4,10 +4,10 @@ import concurrent.futures
 
 import pytest
 import torch
-from networks import assert_same_attributes, attributes
 from torch import nn
 
 from lightning_egeria.core.network.tracing import StepTrace, leaf_of, walk
+from support.networks import assert_same_attributes, attributes
 
 
 def network():

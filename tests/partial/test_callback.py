@@ -3,14 +3,14 @@
 import lightning as L
 import pytest
 import torch
-from methods import LinearFreezing, scripted, tuner
-from models import After, Classifier, ConvNet, equal, fit, left_behind, loader
-from networks import TiedHead, ids
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_egeria import Choice, FrozenPrefixCache, PrefixFreezing, StructuredPartialBackprop
 from lightning_egeria.errors import ArgumentError, CheckpointError, UnsupportedError
+from support.methods import LinearFreezing, scripted, tuner
+from support.models import After, Classifier, ConvNet, equal, fit, left_behind, loader
+from support.networks import TiedHead, ids
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*LeafSpec.* is deprecated"  # pytest.warns emits Lightning's again under its own name

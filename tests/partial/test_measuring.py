@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from models import After, Classifier, fit
-from networks import deep_mlp, step
 
 from lightning_egeria import KnowledgeGuidedFreezing, ScriptedPolicy, StructuredPartialBackprop
 from lightning_egeria.core.distributed.ranks import Ranks
@@ -13,6 +11,8 @@ from lightning_egeria.methods.partial.measuring import SuffixMeasures
 from lightning_egeria.methods.partial.plans import TemporalPlan
 from lightning_egeria.methods.partial.steps import SuffixSteps
 from lightning_egeria.methods.partial.weighting import RankTimes, WeightedPlan
+from support.models import After, Classifier, fit
+from support.networks import deep_mlp, step
 
 INPUTS = (torch.linspace(-1, 1, 20).reshape(5, 4),)
 

@@ -9,9 +9,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
-from methods import LinearFreezing, tuner
-from models import After, Classifier, ConvNet, fit, images, left_behind, loader, mlp, slow
-from ranks import EXCHANGE_TIMEOUT, Failure, all_well, in_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.data import DataLoader, IterableDataset
@@ -19,6 +16,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_egeria import LogUniform, StructuredPartialBackprop
 from lightning_egeria.core.snapshots.digests import digest
 from lightning_egeria.errors import ArgumentError, ExchangeError, UnsupportedError
+from support.methods import LinearFreezing, tuner
+from support.models import After, Classifier, ConvNet, fit, images, left_behind, loader, mlp, slow
+from support.ranks import EXCHANGE_TIMEOUT, Failure, all_well, in_ranks
 
 STEPS = 20
 DEPTHS = {"uniform": "uniform", "temporal": "temporal", "given": None}

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from networks import deep_mlp, step
 
 from lightning_egeria.core.network.chain import LayerChain
 from lightning_egeria.errors import UnsupportedError
 from lightning_egeria.methods.partial.plans import TemporalPlan
 from lightning_egeria.methods.partial.steps import SuffixSteps
+from support.networks import deep_mlp, step
 
 INPUTS = (torch.linspace(-1, 1, 20).reshape(5, 4),)
 

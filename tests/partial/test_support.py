@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from models import Classifier, fit
 from torch import nn
 
 from lightning_egeria import PrefixFreezing, StructuredPartialBackprop
@@ -14,6 +13,7 @@ from lightning_egeria.errors import ArgumentError, UnsupportedError
 from lightning_egeria.methods.partial.arguments import PartialArguments
 from lightning_egeria.methods.partial.plans import TemporalPlan, UniformPlan
 from lightning_egeria.methods.partial.support import check_batches, check_model, check_trainer, exchanged_layers
+from support.models import Classifier, fit
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*LeafSpec.* is deprecated"  # pytest.warns emits Lightning's again under its own name

@@ -7,11 +7,11 @@ import sys
 import time
 
 import pytest
-from graphs import branches
 
 from lightning_egeria import command
 from lightning_egeria.methods.pipelining.graph import ComputationGraph, Node
 from lightning_egeria.methods.pipelining.plan import Plan
+from support.pipelining.graphs import branches
 
 
 def main(arguments):

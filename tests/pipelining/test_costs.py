@@ -1,12 +1,12 @@
 """Costs of units, and units that must stay together."""
 
 import torch
-from pipeline_runs import Branches, data
 from torch import nn
 
 from lightning_egeria.methods.pipelining.costs import learning_now, measured_graph
 from lightning_egeria.methods.pipelining.tracing import TracedModel
 from lightning_egeria.methods.pipelining.units import find_units
+from support.pipelining.pipeline_runs import Branches, data
 
 
 def graph_of(model, batch):

@@ -2,10 +2,9 @@
 
 import itertools
 
-from graphs import branches, random_graph, series_parallel
-
 from lightning_egeria.methods.pipelining.decomposition import Leaf, Parallel, Series, decompose, is_contiguous
 from lightning_egeria.methods.pipelining.graph import ComputationGraph, Node, bits, chain_of, members
+from support.pipelining.graphs import branches, random_graph, series_parallel
 
 
 def nodes(count):

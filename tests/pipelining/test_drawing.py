@@ -1,10 +1,9 @@
 """The picture of timelines."""
 
-from graphs import branches
-
 from lightning_egeria.methods.pipelining.drawing import timelines
 from lightning_egeria.methods.pipelining.planner import Limits, plan_chain, plan_graph
 from lightning_egeria.methods.pipelining.timeline import predict
+from support.pipelining.graphs import branches
 
 
 def test_each_timeline_has_its_axes_and_bars():

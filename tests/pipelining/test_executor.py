@@ -1,13 +1,13 @@
 """What one rank computes, and what its edges carry."""
 
 import torch
-from pipeline_runs import FOUR, Branches, data, loss_fn
 
 from lightning_egeria.methods.pipelining.costs import measured_graph
 from lightning_egeria.methods.pipelining.executor import StageExecutor, form_of
 from lightning_egeria.methods.pipelining.plan import Plan, Stage
 from lightning_egeria.methods.pipelining.stages import Placement, rank_stages
 from lightning_egeria.methods.pipelining.tracing import TracedModel
+from support.pipelining.pipeline_runs import FOUR, Branches, data, loss_fn
 
 
 def test_forms_are_shapes_and_dtypes():

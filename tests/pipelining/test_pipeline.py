@@ -2,7 +2,14 @@
 
 import pytest
 import torch
-from pipeline_runs import (
+from torch import nn
+
+from lightning_egeria.errors import ArgumentError, PlanError, UnsupportedError
+from lightning_egeria.methods.pipelining.graph import Node, chain_of
+from lightning_egeria.methods.pipelining.pipeline import GraphPipeline
+from lightning_egeria.methods.pipelining.plan import Plan, Stage
+from lightning_egeria.methods.pipelining.planner import Limits
+from support.pipelining.pipeline_runs import (
     FOUR,
     SIX,
     Branches,
@@ -14,14 +21,7 @@ from pipeline_runs import (
     steps,
     train_beside_one_process,
 )
-from ranks import all_well, in_ranks
-from torch import nn
-
-from lightning_egeria.errors import ArgumentError, PlanError, UnsupportedError
-from lightning_egeria.methods.pipelining.graph import Node, chain_of
-from lightning_egeria.methods.pipelining.pipeline import GraphPipeline
-from lightning_egeria.methods.pipelining.plan import Plan, Stage
-from lightning_egeria.methods.pipelining.planner import Limits
+from support.ranks import all_well, in_ranks
 
 
 def test_one_process_trains_as_without_a_pipeline():

@@ -3,11 +3,11 @@
 import json
 
 import pytest
-from graphs import branches
 
 from lightning_egeria.errors import ArgumentError, PlanError
 from lightning_egeria.methods.pipelining.graph import Node, chain_of
 from lightning_egeria.methods.pipelining.plan import Plan, Stage, in_running_order
+from support.pipelining.graphs import branches
 
 GRAPH = branches(2)  # stem 0, branches 1 and 2, end 3
 EACH = tuple(Stage(node.name, (number,)) for number, node in enumerate(GRAPH.nodes))

@@ -4,7 +4,6 @@ import random
 import time
 
 import pytest
-from graphs import best_of_all, branches, random_graph, series_parallel
 
 from lightning_egeria.errors import ArgumentError, PlanError
 from lightning_egeria.methods.pipelining.decomposition import decompose
@@ -13,6 +12,7 @@ from lightning_egeria.methods.pipelining.graph import ComputationGraph, Node, ch
 from lightning_egeria.methods.pipelining.plan import Plan, Stage, in_running_order
 from lightning_egeria.methods.pipelining.planner import Limits, fastest_stages, plan_chain, plan_graph
 from lightning_egeria.methods.pipelining.timeline import predict
+from support.pipelining.graphs import best_of_all, branches, random_graph, series_parallel
 
 
 def limits_of(seed):

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from pipeline_runs import Branches, data
 
 from lightning_egeria.methods.pipelining.preparation import prepared
+from support.pipelining.pipeline_runs import Branches, data
 
 
 @pytest.mark.parametrize("norm", [True, False])

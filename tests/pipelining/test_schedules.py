@@ -3,13 +3,13 @@
 import random
 
 import pytest
-from graphs import branches, random_graph, series_parallel
 
 from lightning_egeria.errors import PlanError
 from lightning_egeria.methods.pipelining.graph import ComputationGraph, Node, chain_of
 from lightning_egeria.methods.pipelining.plan import Plan, Stage, in_running_order
 from lightning_egeria.methods.pipelining.schedules import Action, check, schedule
 from lightning_egeria.methods.pipelining.timeline import predict
+from support.pipelining.graphs import branches, random_graph, series_parallel
 
 
 def each(graph, micro_batches, **settings):

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from pipeline_runs import Branches, data, loss_fn
 from torch import nn
 
 from lightning_egeria.errors import PipelineError, UnsupportedError
 from lightning_egeria.methods.pipelining.pipeline import GraphPipeline
+from support.pipelining.pipeline_runs import Branches, data, loss_fn
 
 temperature = nn.Parameter(torch.ones(()))
 

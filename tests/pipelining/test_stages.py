@@ -1,11 +1,10 @@
 """What a stage computes; what it reads is in `test_executor.py`."""
 
-from pipeline_runs import FOUR, Branches, data
-
 from lightning_egeria.methods.pipelining.costs import measured_graph
 from lightning_egeria.methods.pipelining.plan import plan_of_named
 from lightning_egeria.methods.pipelining.stages import Placement, rank_stages
 from lightning_egeria.methods.pipelining.tracing import TracedModel
+from support.pipelining.pipeline_runs import FOUR, Branches, data
 
 
 def test_only_stages_without_the_loss_recompute():

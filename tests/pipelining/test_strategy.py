@@ -3,11 +3,19 @@
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import all_well, in_ranks
-from strategy_runs import REFUSED, fit, in_stages, order_of_samples, refused, weights_of, with_freezing
 
 from lightning_egeria import GraphPipelineStrategy
 from lightning_egeria.errors import ArgumentError
+from support.pipelining.strategy_runs import (
+    REFUSED,
+    fit,
+    in_stages,
+    order_of_samples,
+    refused,
+    weights_of,
+    with_freezing,
+)
+from support.ranks import all_well, in_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers.*", "ignore:The dirpath has changed.*")
 

@@ -1,11 +1,11 @@
 """Predicted timelines of plans whose step can be counted by hand."""
 
 import pytest
-from graphs import branches
 
 from lightning_egeria.methods.pipelining.graph import Node, chain_of
 from lightning_egeria.methods.pipelining.plan import Plan, Stage
 from lightning_egeria.methods.pipelining.timeline import predict
+from support.pipelining.graphs import branches
 
 
 def each(graph, micro_batches, **settings):

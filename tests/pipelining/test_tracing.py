@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from pipeline_runs import Branches, data
 from torch import nn
 
 from lightning_egeria.errors import UnsupportedError
 from lightning_egeria.methods.pipelining.tracing import TracedModel
 from lightning_egeria.methods.pipelining.units import find_units
+from support.pipelining.pipeline_runs import Branches, data
 
 
 def call(model, batch):

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from strategy_runs import TwoTowers, examples
 
 from lightning_egeria.errors import UnsupportedError
 from lightning_egeria.methods.pipelining.tracing import TracedModel
 from lightning_egeria.methods.pipelining.training_step import TrainingStep
 from lightning_egeria.methods.pipelining.units import find_units
+from support.pipelining.strategy_runs import TwoTowers, examples
 
 BATCH = examples()[:4]
 

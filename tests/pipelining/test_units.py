@@ -1,9 +1,9 @@
 """Units: which modules are shared out."""
 
-from pipeline_runs import Branches
 from torch import nn
 
 from lightning_egeria.methods.pipelining.units import find_units, has_state, modules_around
+from support.pipelining.pipeline_runs import Branches
 
 
 def test_a_container_counts_as_its_parts():

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from pipeline_runs import Branches
 
 from lightning_egeria.errors import PipelineError
 from lightning_egeria.methods.pipelining.messages import Processes
 from lightning_egeria.methods.pipelining.weights import StageWeights
+from support.pipelining.pipeline_runs import Branches
 
 
 class Second(Processes):

@@ -4,7 +4,6 @@ import time
 
 import pytest
 import torch
-from networks import assert_same_attributes, attributes, deep_mlp
 from torch import nn
 
 from lightning_egeria.core import profiling
@@ -16,6 +15,7 @@ from lightning_egeria.core.profiling.costs import (
     BoundaryTimer,
     StepCosts,
 )
+from support.networks import assert_same_attributes, attributes, deep_mlp
 
 
 def add(costs, depth, seconds, steps, evaluated=False):

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from models import mlp
 
 from lightning_egeria.core.profiling import gradients
 from lightning_egeria.core.profiling.gradients import GradientClock
+from support.models import mlp
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ import signal
 import lightning as L
 import pytest
 import torch
-from user_programs import Blocks, SavesAt, run, same
 
 from lightning_egeria import FreezingPolicy, KnowledgeGuidedFreezing, RunRecorder
 from lightning_egeria.report.comparison import why_nothing_froze
+from support.user_programs import Blocks, SavesAt, run, same
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),

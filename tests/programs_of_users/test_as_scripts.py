@@ -6,7 +6,8 @@ import sys
 import textwrap
 
 import pytest
-from leftovers import REPOSITORY
+
+from support.leftovers import REPOSITORY
 
 START = """
 import sys

@@ -7,10 +7,10 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
-from user_programs import Blocks, SavesAt, run, same, scripted, vectors
 
 from lightning_egeria import FrozenPrefixCache, StructuredPartialBackprop
 from lightning_egeria.errors import CheckpointError
+from support.user_programs import Blocks, SavesAt, run, same, scripted, vectors
 
 
 def trainable(module):

@@ -6,9 +6,9 @@ import lightning as L
 import pytest
 import torch
 from torch import nn
-from user_programs import Blocks, Notes, SavesAt, run, same, scripted, vectors, weights_of
 
 from lightning_egeria import FreezingPolicy, FrozenPrefixCache, KnowledgeGuidedFreezing
+from support.user_programs import Blocks, Notes, SavesAt, run, same, scripted, vectors, weights_of
 
 
 class Eager(torch.optim.Optimizer):

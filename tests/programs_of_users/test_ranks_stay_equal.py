@@ -4,11 +4,11 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
-from ranks import EXCHANGE_TIMEOUT, all_well, in_ranks
 from torch import nn
-from user_programs import Blocks, Finetuned, releasing, run, scripted, vectors
 
 from lightning_egeria import KnowledgeGuidedFreezing, StructuredPartialBackprop
+from support.ranks import EXCHANGE_TIMEOUT, all_well, in_ranks
+from support.user_programs import Blocks, Finetuned, releasing, run, scripted, vectors
 
 
 class Digests(L.Callback):

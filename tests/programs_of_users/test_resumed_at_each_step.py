@@ -7,9 +7,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
-from user_programs import Blocks, ByStep, Finetuned, SavesAt, releasing, run, same, scripted
 
 from lightning_egeria import FreezingPolicy, KnowledgeGuidedFreezing, SlopePolicy
+from support.user_programs import Blocks, ByStep, Finetuned, SavesAt, releasing, run, same, scripted
 
 STEPS = 32  # 4 epochs
 

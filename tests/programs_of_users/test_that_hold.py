@@ -8,9 +8,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning, LearningRateFinder, StochasticWeightAveraging
 from torch import nn
-from user_programs import Blocks, Notes, SavesAt, run, same, scripted, vectors, weights_of
 
 from lightning_egeria import FrozenPrefixCache
+from support.user_programs import Blocks, Notes, SavesAt, run, same, scripted, vectors, weights_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

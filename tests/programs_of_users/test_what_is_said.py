@@ -5,9 +5,9 @@ import logging
 import pytest
 import torch
 from torch import nn
-from user_programs import Blocks, SavesAt, run, same, scripted, vectors
 
 from lightning_egeria import FrozenPrefixCache, KnowledgeGuidedFreezing
+from support.user_programs import Blocks, SavesAt, run, same, scripted, vectors
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

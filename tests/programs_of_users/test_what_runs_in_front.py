@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from user_programs import Blocks, Notes, SavesAt, run, same, scripted, vectors, weights_of
+
+from support.user_programs import Blocks, Notes, SavesAt, run, same, scripted, vectors, weights_of
 
 
 class Through(torch.autograd.Function):

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from torch import nn
-from user_programs import Blocks, Notes, run, same, scripted, vectors, weights_of
 
 from lightning_egeria import FreezingPolicy, FrozenPrefixCache, KnowledgeGuidedFreezing
+from support.user_programs import Blocks, Notes, run, same, scripted, vectors, weights_of
 
 
 def look_trained(module):

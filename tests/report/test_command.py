@@ -5,10 +5,10 @@ import os
 import time
 
 import pytest
-from report_runs import run
 
 from lightning_egeria import command
 from lightning_egeria.core.training.panels import Panel
+from support.report import run
 
 
 def main(arguments):

@@ -3,13 +3,13 @@
 import io
 
 import pytest
-from report_runs import run
 from rich.console import Console
 
 from lightning_egeria.errors import RecordError
 from lightning_egeria.report.comparison import common_metric, summary_table, times_to_target
 from lightning_egeria.report.drawing import accuracy
 from lightning_egeria.report.record import RunRecord
+from support.report import run
 
 
 def test_reached_before_anything_froze_is_not_faster():

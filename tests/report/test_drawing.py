@@ -3,10 +3,10 @@
 import io
 
 import pytest
-from report_runs import run
 
 from lightning_egeria import report
 from lightning_egeria.core.training.panels import Panel
+from support.report import run
 
 
 def test_a_plain_run_has_its_times_only():

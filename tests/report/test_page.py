@@ -3,12 +3,12 @@
 import re
 
 import pytest
-from report_runs import run
 
 from lightning_egeria import report
 from lightning_egeria.core.training.panels import Panel
 from lightning_egeria.freezing.savings import Savings
 from lightning_egeria.report.page import page
+from support.report import run
 
 
 def test_the_page_needs_nothing_else_and_escapes_names():

@@ -10,7 +10,6 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
-from ranks import EXCHANGE_TIMEOUT, all_well, in_ranks
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -25,6 +24,7 @@ from lightning_egeria import (
 )
 from lightning_egeria.report import RunRecord
 from lightning_egeria.report.drawing import figures_of
+from support.ranks import EXCHANGE_TIMEOUT, all_well, in_ranks
 
 
 class Module(L.LightningModule):

@@ -2,11 +2,11 @@
 
 import pytest
 from lightning.pytorch.loggers import CSVLogger
-from models import After, fit, images, loader
-from selected import Indexed, Noting, trained
 
 from lightning_egeria import SelectiveBackprop
 from lightning_egeria.methods.selecting.callback import SelectionCallback
+from support.models import After, fit, images, loader
+from support.selecting import Indexed, Noting, trained
 
 
 class Fails(Noting):

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from models import images
-from selected import Indexed, Noting, trained
 from torch.utils.data import DataLoader, default_collate
 
 from lightning_egeria.errors import UnsupportedError
 from lightning_egeria.methods.selecting.collating import InOrder, WithSamples
+from support.models import images
+from support.selecting import Indexed, Noting, trained
 
 SAMPLES = [(torch.tensor([float(length)]), length) for length in (3, 1, 2, 5)]
 

@@ -10,8 +10,6 @@ import pytest
 import torch
 from lightning.pytorch.trainer.connectors import data_connector
 from lightning.pytorch.utilities.rank_zero import WarningCache
-from models import After, Classifier, ManualSteps, equal, fit, images, loader
-from selected import Checkpoints, Indexed, Noting, trained
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
@@ -19,6 +17,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_egeria import FrozenPrefixCache, SelectiveBackprop
 from lightning_egeria.core.snapshots.digests import digest
 from lightning_egeria.errors import ArgumentError, PerSampleLossError, RowsError, UnsupportedError
+from support.models import After, Classifier, ManualSteps, equal, fit, images, loader
+from support.selecting import Checkpoints, Indexed, Noting, trained
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated")  # pytest.warns emits Lightning's again
 

@@ -1,11 +1,11 @@
 """What a report shows of selection."""
 
 import pytest
-from selected import trained
 
 from lightning_egeria.core.training.panels import panels_of
 from lightning_egeria.methods.selecting.figures import figures_of
 from lightning_egeria.methods.selecting.stats import SelectionStats
+from support.selecting import trained
 
 
 def test_a_run_shows_what_it_counted():

@@ -3,14 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from models import After, equal, images, loader
-from selected import Checkpoints, Indexed, Noting, trained
-from test_rule import kept_by_a_loop
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from lightning_egeria import PrefixFreezing
 from lightning_egeria.errors import ArgumentError, RowsError
 from lightning_egeria.methods.selecting.scoring import Scorer
+from support.models import After, equal, images, loader
+from support.selecting import Checkpoints, Indexed, Noting, kept_by_a_loop, trained
 
 
 @pytest.fixture

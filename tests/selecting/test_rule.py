@@ -5,20 +5,7 @@ import pytest
 
 from lightning_egeria.errors import ArgumentError
 from lightning_egeria.methods.selecting.rule import SelectionRule, draw, draw_fixed
-
-
-def kept_by_a_loop(batches, numbers, beta, history):
-    """What the formulas say: which samples of all batches are kept."""
-    last, kept, numbers = [], [], iter(numbers)
-    for losses in batches:
-        for loss in losses:
-            last.append(loss)
-            if len(last) > history:
-                del last[0]
-        for loss in losses:
-            percentile = (sum(1 for other in last if other < loss) + (last.count(loss) - 1) / 2) / len(last)
-            kept.append(next(numbers) < percentile**beta)
-    return kept
+from support.selecting import kept_by_a_loop
 
 
 @pytest.mark.parametrize("beta", [0, 0.5, 1, 3])

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from models import After, fit, images, loader
-from selected import Indexed, Noting, trained
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_egeria import SelectiveBackprop
+from support.models import After, fit, images, loader
+from support.selecting import Indexed, Noting, trained
 
 
 class Decaying(Noting):

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import Precision
-from models import Classifier, images
 from torch import nn
 from torch.nn import functional as F
 
@@ -15,6 +14,7 @@ from lightning_egeria.core.batches.rows import Rows
 from lightning_egeria.core.snapshots.random_state import RandomState
 from lightning_egeria.errors import PerSampleLossError
 from lightning_egeria.methods.selecting.scoring import Scorer
+from support.models import Classifier, images
 
 BATCH = images(6).tensors
 

@@ -3,15 +3,15 @@
 import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from models import Classifier, fit, images, loader
-from ranks import EXCHANGE_TIMEOUT, all_well, in_ranks
-from selected import Checkpoints, Noting, trained
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_egeria import SelectiveBackprop
 from lightning_egeria.core.snapshots.digests import digest
 from lightning_egeria.errors import UnsupportedError
+from support.models import Classifier, fit, images, loader
+from support.ranks import EXCHANGE_TIMEOUT, all_well, in_ranks
+from support.selecting import Checkpoints, Noting, trained
 
 
 def run_on_a_rank(mode):

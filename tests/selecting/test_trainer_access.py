@@ -3,9 +3,9 @@
 from types import SimpleNamespace
 
 import pytest
-from methods import scripted
 
 from lightning_egeria.methods.selecting.trainer_access import TrainerAccess
+from support.methods import scripted
 
 
 def side_of(**arguments):

@@ -8,8 +8,6 @@ import uuid
 import numpy as np
 import pytest
 import torch
-from methods import scripted
-from models import Classifier, ConvNet, fit, loader
 from torch import nn
 from torch.nn import functional as F
 
@@ -17,6 +15,8 @@ from lightning_egeria import FrozenPrefixCache
 from lightning_egeria.core.snapshots.contents import Contents
 from lightning_egeria.core.snapshots.frozen_state import FrozenState
 from lightning_egeria.errors import CacheError
+from support.methods import scripted
+from support.models import Classifier, ConvNet, fit, loader
 
 
 def new_net():

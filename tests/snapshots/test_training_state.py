@@ -7,13 +7,13 @@ from collections import deque
 import numpy as np
 import pytest
 import torch
-from models import After, Classifier, ConvNet, Transformer, equal, fit, images, loader, tokens
 from timm.optim import Lookahead
 from torch import nn
 from torch.utils.data import Subset
 
 from lightning_egeria.core.snapshots.tensor_store import TensorStore
 from lightning_egeria.core.snapshots.training_state import TrainingState
+from support.models import After, Classifier, ConvNet, Transformer, equal, fit, images, loader, tokens
 
 
 class Slow(torch.optim.SGD):

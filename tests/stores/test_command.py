@@ -7,13 +7,13 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-import untimed
-from programs.harness import Run
-from programs.parts import Classifier, ConvNet, images, loader
 
 from lightning_egeria.caching.store.manifest import ENTRIES, LOCK, MANIFEST
 from lightning_egeria.caching.store.store import ActivationStore
 from lightning_egeria.command import main
+from support import untimed
+from support.caching.harness import Run
+from support.caching.parts import Classifier, ConvNet, images, loader
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stored import manifest
 
 from lightning_egeria.caching.store.directory import CacheDirectory
 from lightning_egeria.caching.store.manifest import (
@@ -23,6 +22,7 @@ from lightning_egeria.caching.store.manifest import (
 )
 from lightning_egeria.caching.store.store import ActivationStore
 from lightning_egeria.errors import StoreError
+from support.caching.stored import manifest
 
 NAME = "0123456789abcdef" * 2
 FILES = (MANIFEST, LOCK, INDEX, ENTRIES)

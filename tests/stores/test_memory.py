@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from stored import CPU
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_egeria.caching.store.memory import MemoryTier, chosen
 from lightning_egeria.caching.store.rows import RowForm
+from support.caching.stored import CPU
 
 
 class Operations(TorchDispatchMode):

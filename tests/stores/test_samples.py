@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from stored import bits
 from torch.utils import _pytree as pytree
 
 from lightning_egeria.caching.store.samples import (
@@ -24,6 +23,7 @@ from lightning_egeria.caching.store.samples import (
     with_leaves,
     without_inputs,
 )
+from support.caching.stored import bits
 
 Point = collections.namedtuple("Point", "x y")
 

@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from stored import manifest
 
 from lightning_egeria.caching.store.manifest import (
     ENTRIES,
@@ -17,6 +16,7 @@ from lightning_egeria.caching.store.manifest import (
 )
 from lightning_egeria.caching.store.store import ActivationStore
 from lightning_egeria.errors import StoreError
+from support.caching.stored import manifest
 
 
 @pytest.fixture

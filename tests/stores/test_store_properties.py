@@ -10,7 +10,6 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from stored import level_of, whole_fields
 
 from lightning_egeria.caching.store.directory import CacheDirectory
 from lightning_egeria.caching.store.manifest import ENTRIES, INDEX, LOCK, MANIFEST, Manifest
@@ -18,6 +17,7 @@ from lightning_egeria.caching.store.rows import RowForm
 from lightning_egeria.caching.store.samples import encode
 from lightning_egeria.caching.store.store import ActivationStore
 from lightning_egeria.errors import StoreError
+from support.caching.stored import level_of, whole_fields
 
 ENTRY_COUNT = 4
 FIELD_BYTES = 64

@@ -4,11 +4,11 @@ import itertools
 
 import pytest
 import torch
-from adaptive import Seeing, numbered, own_generator
-from models import trainer_of
 from torch.utils.data import DataLoader
 
 from lightning_egeria.core.training.adapted_loader import AdaptedLoader
+from support.goodput import Seeing, numbered, own_generator
+from support.models import trainer_of
 
 
 @pytest.fixture

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from models import Classifier, Validated, fit, loader, mlp, vectors
 
 from lightning_egeria.core.training.observers import Observer, ObserverCallback
+from support.models import Classifier, Validated, fit, loader, mlp, vectors
 
 
 class Noting(Observer):

@@ -5,13 +5,13 @@ import copy
 import lightning as L
 import pytest
 import torch
-from models import Classifier, equal, fit, images, loader
 from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_egeria import Decision, PrefixFreezing
 from lightning_egeria.core.training.branches import Branches
 from lightning_egeria.core.training.feed import Feed
+from support.models import Classifier, equal, fit, images, loader
 
 STEPS = 6
 

@@ -5,13 +5,13 @@ import itertools
 import lightning as L
 import pytest
 import torch
-from models import After, Classifier, ConvNet, fit, left_behind, loader
 from torch import nn
 
 from lightning_egeria import Decision, PrefixFreezing
 from lightning_egeria.core.training.callback import freezing_of
 from lightning_egeria.core.training.observers import Observer
 from lightning_egeria.errors import ArgumentError, CheckpointError, LayerChainError, UnsupportedError
+from support.models import After, Classifier, ConvNet, fit, left_behind, loader
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*LeafSpec.* is deprecated"  # pytest.warns emits Lightning's again under its own name

@@ -1,10 +1,10 @@
 """`LayerFinding`, the base of every callback that works on the layer chain, with a method that only notes its calls."""
 
 import pytest
-from models import Classifier, fit
 
 from lightning_egeria.core.training.finding import LayerFinding
 from lightning_egeria.errors import ArgumentError, CheckpointError
+from support.models import Classifier, fit
 
 NAMES = ["net.stem.0", "net.middle.0", "net.deep.0"]
 

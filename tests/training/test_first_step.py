@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from networks import assert_same_attributes, attributes, deep_mlp
 from torch import nn
 
 from lightning_egeria.core.network.chain import LayerChain
 from lightning_egeria.core.training.search import FirstStep
 from lightning_egeria.errors import LayerChainError, TooFewLayersError
+from support.networks import assert_same_attributes, attributes, deep_mlp
 
 
 class Rank:

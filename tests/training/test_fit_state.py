@@ -2,10 +2,10 @@
 
 import lightning as L
 import torch
-from models import Classifier, equal, fit, images, loader
 
 from lightning_egeria import PrefixFreezing
 from lightning_egeria.core.training.fit_state import FitState
+from support.models import Classifier, equal, fit, images, loader
 
 
 class Returns(L.Callback):

@@ -4,12 +4,12 @@ import dataclasses
 
 import pytest
 import torch
-from networks import deep_mlp
 from torch import nn
 
 from lightning_egeria.core.network.chain import LayerChain
 from lightning_egeria.core.network.prefix import SETTLING_STEPS
 from lightning_egeria.core.training.freezer import Freezer, FreezingEvent
+from support.networks import deep_mlp
 
 
 @pytest.fixture

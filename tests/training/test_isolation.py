@@ -10,7 +10,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from models import After, Classifier, equal, fit, images, loader
 from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -18,6 +17,7 @@ from lightning_egeria.core.training.branches import train_hidden
 from lightning_egeria.core.training.feed import BranchFeed, Feed
 from lightning_egeria.core.training.fit_state import FitState
 from lightning_egeria.core.training.isolation import dry_run, muted_callback, muted_logger, saving_later
+from support.models import After, Classifier, equal, fit, images, loader
 
 
 class Twice(L.Callback):

@@ -3,10 +3,10 @@
 import lightning as L
 import pytest
 from lightning.pytorch.loops.fetchers import _DataFetcher
-from models import After, Classifier, fit, loader
 
 from lightning_egeria.core.training.loops import LoaderSource, count_epoch_behind_an_end
 from lightning_egeria.upstream import lightning
+from support.models import After, Classifier, fit, loader
 
 
 class Fetcher(_DataFetcher):

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from models import Classifier, fit, loader
 
 import lightning_egeria
 from lightning_egeria import FrozenPrefixCache, KnowledgeGuidedFreezing, PrefixFreezing, StructuredPartialBackprop
@@ -13,6 +12,7 @@ from lightning_egeria.cli.configuration import CONFIG_DIR
 from lightning_egeria.cli.methods import CONFIGURABLE, METHODS, WRAPPERS
 from lightning_egeria.core.training.methods import FREEZING, Method, check_combination, methods_of
 from lightning_egeria.errors import UnsupportedError
+from support.models import Classifier, fit, loader
 
 REFUSED = [("goodput", "partial"), ("goodput", "selecting"), ("goodput", "tuning"), ("selecting", "tuning")]
 

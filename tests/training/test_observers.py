@@ -3,10 +3,10 @@
 import lightning as L
 import pytest
 import torch
-from models import Classifier, fit, loader, mlp, vectors
 from torch import nn
 
 from lightning_egeria.core.training.observers import Observer, ObserverCallback, Observers
+from support.models import Classifier, fit, loader, mlp, vectors
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`training_step` returned `None`"),

@@ -7,14 +7,14 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
-from ranks import EXCHANGE_TIMEOUT, all_well, in_ranks
-from stopped import BATCHES, EPOCHS, Net, fit
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_egeria import AdaptiveBatchSize, FrozenPrefixCache, ResumableCheckpoints, SelectiveBackprop
 from lightning_egeria.core.training.wrapping import WrappingDataModule
 from lightning_egeria.errors import ArgumentError, CheckpointError
+from support.jobs.stopped import BATCHES, EPOCHS, Net, fit
+from support.ranks import EXCHANGE_TIMEOUT, all_well, in_ranks
 
 
 def same(one, other):

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from networks import assert_same_attributes, attributes, deep_mlp
 from torch import nn
 
 from lightning_egeria.core.distributed.ranks import Ranks
 from lightning_egeria.core.network.chain import LayerChain
 from lightning_egeria.core.training.search import LayerSearch
 from lightning_egeria.errors import CheckpointError, TooFewLayersError
+from support.networks import assert_same_attributes, attributes, deep_mlp
 
 
 class Told:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from lightning.pytorch.trainer.connectors import data_connector
 from lightning.pytorch.utilities.rank_zero import WarningCache
-from models import Classifier, Validated, equal, fit, images, loader
 
 from lightning_egeria.core.training.wrapping import WrappingDataModule, nested
 from lightning_egeria.errors import ArgumentError
+from support.models import Classifier, Validated, equal, fit, images, loader
 
 
 class Inner(WrappingDataModule):

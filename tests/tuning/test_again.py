@@ -2,10 +2,10 @@
 
 import pytest
 from lightning import Trainer
-from models import Classifier, ConvNet, fit, images, loader
 
 from lightning_egeria import BranchTuner, Choice
 from lightning_egeria.errors import CheckpointError
+from support.models import Classifier, ConvNet, fit, images, loader
 
 SILENT = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
 

@@ -2,18 +2,18 @@
 
 import lightning as L
 import pytest
-import tally
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from models import Classifier, ConvNet, equal, fit, images
-from planned import Planned
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset
 
 from lightning_egeria import BranchTuner, Choice, LogUniform, Uniform
 from lightning_egeria.core.batches.batch_sampler import MutableBatchSampler
 from lightning_egeria.core.training.loops import set_epoch_length
 from lightning_egeria.errors import TrainingDataError, UnsupportedError
+from support import tuning as tally
+from support.models import Classifier, ConvNet, equal, fit, images
+from support.tuning import Planned
 
 RATE = 0.005
 

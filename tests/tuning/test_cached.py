@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from methods import scripted, tuner
-from models import Classifier, ConvNet, bright, equal, fit, loader
 
 from lightning_egeria import Choice, FrozenPrefixCache, LogUniform, PrefixFreezing
 from lightning_egeria.errors import TrainingDataError
 from lightning_egeria.methods.tuning.tunables import FrozenDepth
+from support.methods import scripted, tuner
+from support.models import Classifier, ConvNet, bright, equal, fit, loader
 
 OPTIONS = {"first_steps": 3, "max_trials": 5}
 

@@ -4,18 +4,18 @@ import csv
 
 import lightning as L
 import pytest
-import tally
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from models import Classifier, ConvNet, ManualSteps, Validated, bright, equal, fit, images, left_behind, loader
-from planned import Planned
-from ranks import all_well, in_ranks
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_egeria import BranchTuner, Choice, CustomTunable, KnowledgeGuidedFreezing, LogUniform, PrefixFreezing
 from lightning_egeria.core.snapshots.digests import digest
 from lightning_egeria.errors import ArgumentError, CheckpointError, UnsupportedError
+from support import tuning as tally
+from support.models import Classifier, ConvNet, ManualSteps, Validated, bright, equal, fit, images, left_behind, loader
+from support.ranks import all_well, in_ranks
+from support.tuning import Planned
 
 SAME = {"lr": Choice([0.05])}
 

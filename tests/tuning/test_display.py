@@ -1,11 +1,10 @@
 """What a run says of its searches, and what a report draws of them."""
 
-from models import Classifier, fit
-
 from lightning_egeria import BranchTuner, Choice
 from lightning_egeria.core.training.panels import panels_of
 from lightning_egeria.methods.tuning.display import MOST_ROWS, closing_lines, panels_of_searches
 from lightning_egeria.methods.tuning.record import SearchRecord
+from support.models import Classifier, fit
 
 
 def branch(lr, steps, speed, label="converging"):

@@ -9,14 +9,14 @@ import tempfile
 from pathlib import Path
 
 import pytest
-import tally
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from models import Classifier, ConvNet, fit, loader
-from ranks import LOCAL
 
 from lightning_egeria import BranchTuner, LogUniform, ResumableCheckpoints
 from lightning_egeria.core.snapshots.digests import digest
+from support import tuning as tally
+from support.models import Classifier, ConvNet, fit, loader
+from support.ranks import LOCAL
 
 
 class Killed(Classifier):

@@ -4,7 +4,6 @@ import logging
 
 import lightning as L
 import pytest
-from models import Classifier, fit
 
 from lightning_egeria import BranchTuner, PrefixFreezing
 from lightning_egeria.core.distributed.ranks import Ranks
@@ -17,6 +16,7 @@ from lightning_egeria.methods.tuning.searchers import GridSearcher
 from lightning_egeria.methods.tuning.spaces import Choice
 from lightning_egeria.methods.tuning.trials import Trials
 from lightning_egeria.methods.tuning.tunables import Tunables
+from support.models import Classifier, fit
 
 
 class Searches(L.Callback):

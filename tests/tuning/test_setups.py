@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import lightning as L
 import pytest
-from models import Classifier
 
 from lightning_egeria.errors import UnsupportedError
 from lightning_egeria.methods.tuning.setups import batches_before_validation, check_trainer, most_steps
+from support.models import Classifier
 
 
 def trainer(

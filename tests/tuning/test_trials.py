@@ -3,7 +3,6 @@
 import lightning as L
 import pytest
 import torch
-from models import Classifier, equal, fit
 from torch import nn
 
 from lightning_egeria.core.distributed.ranks import Ranks
@@ -13,6 +12,7 @@ from lightning_egeria.methods.tuning.rounds import TrialRequest
 from lightning_egeria.methods.tuning.spaces import Choice
 from lightning_egeria.methods.tuning.trials import Trials
 from lightning_egeria.methods.tuning.tunables import Tunables
+from support.models import Classifier, equal, fit
 
 A, B = {"lr": 0.2}, {"lr": 1e-3}
 

@@ -5,13 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from models import Classifier, ConvNet
 from torch import nn
 
 from lightning_egeria import PrefixFreezing
 from lightning_egeria.errors import ArgumentError, UnsupportedError
 from lightning_egeria.methods.tuning.spaces import Choice, Uniform
 from lightning_egeria.methods.tuning.tunables import CustomTunable, Tunables
+from support.models import Classifier, ConvNet
 
 
 def trainer_of(module=None, adam=False, scheduler=None):

@@ -11,20 +11,20 @@ import rich
 import torch
 import torch.distributed as dist
 import tqdm
-from leftovers import REPOSITORY
 from lightning.pytorch.loops.fit_loop import _FitLoop
-from models import Classifier, fit
-from ranks import all_well, in_ranks
 from rich.progress import Progress
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from user_programs import Blocks, run, scripted, vectors
 
 from lightning_egeria.errors import UnsupportedError
 from lightning_egeria.upstream import checks, ddp, lightning, needs, terminal
 from lightning_egeria.upstream import torch as of_torch
+from support.leftovers import REPOSITORY
+from support.models import Classifier, fit
+from support.ranks import all_well, in_ranks
+from support.user_programs import Blocks, run, scripted, vectors
 
 
 class TestTorch:

@@ -8,7 +8,8 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbclient import NotebookClient
-from ranks import LOCAL
+
+from support.ranks import LOCAL
 
 FOLDER = Path(__file__).parent
 PROGRAM = FOLDER / "whole_program.py"

@@ -5,7 +5,6 @@ Run as a script, with ``python -c`` and as a notebook by `test_programs.py`. It 
 
 import lightning as L
 import torch
-from surroundings import watched
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -21,6 +20,7 @@ from lightning_egeria import (
     SlopePolicy,
     StructuredPartialBackprop,
 )
+from support.surroundings import watched
 
 CALLS, FORWARDS, TEMPERATURE = [], 0, 1.0
 CACHE: dict[int, float] = {}

@@ -1,7 +1,8 @@
 import functools
 
 import pytest
-from programs import harness
+
+from support.caching import harness
 
 
 @pytest.fixture

@@ -4,8 +4,9 @@ import weakref
 
 import pytest
 import torch
-from programs.parts import SAMPLES, Chain, Classifier
 from torch import nn
+
+from support.caching.parts import SAMPLES, Chain, Classifier
 
 
 class Layer(nn.Module):

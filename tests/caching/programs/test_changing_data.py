@@ -4,7 +4,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from programs.parts import (
+from torch.nn import functional as F
+from torch.utils.data import Dataset, Subset, TensorDataset
+
+from support.caching.parts import (
     CLASSES,
     SAMPLES,
     WORKERS,
@@ -19,8 +22,6 @@ from programs.parts import (
     on,
     vectors,
 )
-from torch.nn import functional as F
-from torch.utils.data import Dataset, Subset, TensorDataset
 
 EPOCHS = 5
 

@@ -11,9 +11,10 @@ import textwrap
 import lightning as L
 import pytest
 import torch
-from programs.parts import SAMPLES, Classifier, Stepping, Validated, at, data_of, grid, loader, on, vectors
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
+
+from support.caching.parts import SAMPLES, Classifier, Stepping, Validated, at, data_of, grid, loader, on, vectors
 
 
 class SameFront(Classifier):
@@ -98,7 +99,8 @@ def test_another_process_writes_meanwhile(compare, other):
             if trainer.current_epoch == 1 and run.cached:
                 code = textwrap.dedent(f"""
                     from pathlib import Path
-                    from programs import harness, test_directories as d
+                    from support.caching import harness
+                    from tests.caching.programs import test_directories as d
                     import lightning as L
                     run = harness.Run(True, Path({str(run.folder / "process")!r}))
                     run.cache_dir = Path({str(run.cache_dir)!r})

@@ -6,10 +6,24 @@ import types
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
-from programs.parts import WORKERS, Chain, Classifier, ConvNet, Net, Stepping, Validated, at, grid, images, loader, on
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize, prune, weight_norm
+
+from support.caching.parts import (
+    WORKERS,
+    Chain,
+    Classifier,
+    ConvNet,
+    Net,
+    Stepping,
+    Validated,
+    at,
+    grid,
+    images,
+    loader,
+    on,
+)
 
 
 def _no_grad(change):

@@ -4,9 +4,10 @@ import copy
 
 import pytest
 import torch
-from programs.parts import CLASSES, Classifier, Stepping, Validated, grid, images, loader, on
 from torch import nn
 from torch.nn import functional as F
+
+from support.caching.parts import CLASSES, Classifier, Stepping, Validated, grid, images, loader, on
 
 
 def _conv(inputs=4, inplace=False):

@@ -2,10 +2,11 @@
 
 import lightning as L
 import torch
-from programs.parts import BATCH, CLASSES, SAMPLES, images, loader, on
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
+
+from support.caching.parts import BATCH, CLASSES, SAMPLES, images, loader, on
 
 SIZE, WIDTH, EPOCHS = 8, 16, 8
 

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from programs.harness import ran
-from programs.parts import BATCH, CLASSES, SAMPLES, Classifier, images, loader
 from torch.nn.utils.rnn import pad_sequence
+
+from support.caching.harness import ran
+from support.caching.parts import BATCH, CLASSES, SAMPLES, Classifier, images, loader
 
 transformers = pytest.importorskip("transformers", reason="needs the extra 'transformers': make test-slow installs it")
 pytestmark = pytest.mark.slow

@@ -2,9 +2,21 @@
 
 import pytest
 import torch
-from programs.parts import CLASSES, Classifier, ConvNet, Samples, Stepping, Validated, data_of, grid, images, loader
 from torch import nn
 from torch.nn import functional as F
+
+from support.caching.parts import (
+    CLASSES,
+    Classifier,
+    ConvNet,
+    Samples,
+    Stepping,
+    Validated,
+    data_of,
+    grid,
+    images,
+    loader,
+)
 
 MEAN, STD = torch.tensor(0.1), torch.tensor(0.7)
 

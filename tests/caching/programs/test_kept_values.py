@@ -6,10 +6,10 @@ import threading
 
 import pytest
 import torch
-from programs.parts import Chain, Classifier, Samples, Stepping, Validated, grid, loader, on
 from torch import nn
 
 from lightning_egeria.errors import CacheError
+from support.caching.parts import Chain, Classifier, Samples, Stepping, Validated, grid, loader, on
 
 
 def _data(mean, new):

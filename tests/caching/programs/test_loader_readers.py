@@ -4,8 +4,9 @@ import itertools
 
 import pytest
 import torch
-from programs.parts import WORKERS, Classifier, Samples, data_of, grid, loader, on, vectors
 from torch.utils.data import DataLoader
+
+from support.caching.parts import WORKERS, Classifier, Samples, data_of, grid, loader, on, vectors
 
 READERS = {
     "first batch": lambda run, loader: run.note(next(iter(loader))),

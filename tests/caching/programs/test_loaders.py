@@ -6,7 +6,19 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
-from programs.parts import (
+from torch.nn import functional as F
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from support.caching.parts import (
     BATCH,
     SAMPLES,
     WORKERS,
@@ -18,17 +30,6 @@ from programs.parts import (
     grid,
     loader,
     vectors,
-)
-from torch.nn import functional as F
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
 )
 
 

@@ -3,9 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from programs.parts import CLASSES, SAMPLES, Classifier, Validated, grid, loader
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
+
+from support.caching.parts import CLASSES, SAMPLES, Classifier, Validated, grid, loader
 
 WIDTH, HEADS, LENGTH = 16, 2, 16
 DEPTH = 3  # the embedding and two blocks

@@ -6,11 +6,24 @@ import random
 import numpy as np
 import pytest
 import torch
-from programs import harness
-from programs.parts import CLASSES, SAMPLES, Chain, Classifier, Net, Samples, Stepping, block, grid, loader, vectors
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from support.caching import harness
+from support.caching.parts import (
+    CLASSES,
+    SAMPLES,
+    Chain,
+    Classifier,
+    Net,
+    Samples,
+    Stepping,
+    block,
+    grid,
+    loader,
+    vectors,
+)
 
 
 # Sequences.

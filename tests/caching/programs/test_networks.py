@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from programs.parts import CLASSES, Chain, Classifier, ConvNet, block, grid, images, loader
 from torch import nn
+
+from support.caching.parts import CLASSES, Chain, Classifier, ConvNet, block, grid, images, loader
 
 
 class Returns(nn.Module):

@@ -5,8 +5,10 @@ import random
 import numpy as np
 import pytest
 import torch
-from programs import harness
-from programs.parts import (
+from torch.utils.data import Dataset, default_collate
+
+from support.caching import harness
+from support.caching.parts import (
     SAMPLES,
     WORKERS,
     Classifier,
@@ -16,7 +18,6 @@ from programs.parts import (
     on,
     vectors,
 )
-from torch.utils.data import Dataset, default_collate
 
 EPOCHS = 5
 

@@ -7,9 +7,10 @@ import threading
 
 import pytest
 import torch
-from programs.parts import Classifier, ConvNet, Net, Stepping, at, grid, images, loader, on
 from torch import nn
 from torch.nn import functional as F
+
+from support.caching.parts import Classifier, ConvNet, Net, Stepping, at, grid, images, loader, on
 
 # By hook: what a callback does with a batch. `args` are those of the hook.
 BATCH_READERS = {

@@ -9,9 +9,10 @@ import threading
 import numpy as np
 import pytest
 import torch
-from programs.parts import Chain, Classifier, ConvNet, Stepping, grid, images, loader
 from torch import nn
 from torch.nn import functional as F
+
+from support.caching.parts import Chain, Classifier, ConvNet, Stepping, grid, images, loader
 
 # Python and numpy.
 VALUES = {

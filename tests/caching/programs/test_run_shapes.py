@@ -7,7 +7,12 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.tuner import Tuner
-from programs.parts import (
+from torch import nn
+from torch.nn import functional as F
+
+from lightning_egeria.caching import policy, stats
+from lightning_egeria.core.profiling.race import TURN, TURNS
+from support.caching.parts import (
     WORKERS,
     Classifier,
     ConvNet,
@@ -20,11 +25,6 @@ from programs.parts import (
     on,
     vectors,
 )
-from torch import nn
-from torch.nn import functional as F
-
-from lightning_egeria.caching import policy, stats
-from lightning_egeria.core.profiling.race import TURN, TURNS
 
 # Options of the Trainer.
 OPTIONS = {

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from programs.parts import BATCH, WORKERS, Classifier, ConvNet, Samples, Stepping, grid, images, loader, vectors
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_sequence, pad_sequence
@@ -17,6 +16,8 @@ from torch.utils.data import Subset, TensorDataset, default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 from torchvision import tv_tensors
 from torchvision.transforms import v2
+
+from support.caching.parts import BATCH, WORKERS, Classifier, ConvNet, Samples, Stepping, grid, images, loader, vectors
 
 Pair = collections.namedtuple("Pair", "x y")
 

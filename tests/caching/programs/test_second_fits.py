@@ -6,7 +6,9 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
-from programs.parts import (
+from torch.nn import functional as F
+
+from support.caching.parts import (
     Classifier,
     Stepping,
     Validated,
@@ -17,7 +19,6 @@ from programs.parts import (
     on,
     vectors,
 )
-from torch.nn import functional as F
 
 
 class StopError(Exception):

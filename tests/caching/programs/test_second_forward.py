@@ -4,10 +4,23 @@ import copy
 
 import pytest
 import torch
-from programs.parts import BATCH, Classifier, ConvNet, Net, Samples, Stepping, Validated, grid, images, loader, on
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+
+from support.caching.parts import (
+    BATCH,
+    Classifier,
+    ConvNet,
+    Net,
+    Samples,
+    Stepping,
+    Validated,
+    grid,
+    images,
+    loader,
+    on,
+)
 
 
 class Manual(Classifier):

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from programs.parts import WORKERS, Chain, Classifier, loader
 from torch import nn
 from torch.utils.data import default_collate
+
+from support.caching.parts import WORKERS, Chain, Classifier, loader
 
 
 def _twice(x):

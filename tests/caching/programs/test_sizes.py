@@ -3,9 +3,10 @@
 import lightning as L
 import pytest
 import torch
-from programs.parts import CLASSES, SAMPLES, Samples, Stepping, Validated, loader, on
 from torch import nn
 from torch.nn import functional as F
+
+from support.caching.parts import CLASSES, SAMPLES, Samples, Stepping, Validated, loader, on
 
 WIDTH = 6
 SIZES = {

@@ -2,7 +2,8 @@
 
 import pytest
 import timm
-from programs.parts import CLASSES, Classifier, images, loader
+
+from support.caching.parts import CLASSES, Classifier, images, loader
 
 pytestmark = pytest.mark.slow
 

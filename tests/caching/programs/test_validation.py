@@ -4,7 +4,11 @@ import copy
 
 import pytest
 import torch
-from programs.parts import (
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import IterableDataset
+
+from support.caching.parts import (
     Classifier,
     ConvNet,
     Net,
@@ -17,9 +21,6 @@ from programs.parts import (
     on,
     vectors,
 )
-from torch import nn
-from torch.nn import functional as F
-from torch.utils.data import IterableDataset
 
 
 class Validates(Classifier):

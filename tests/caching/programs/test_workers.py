@@ -7,12 +7,13 @@ import random
 import numpy as np
 import pytest
 import torch
-from programs.parts import BATCH, SAMPLES, Classifier, grid, loader, on, vectors
 from torch.utils.data import (
     DataLoader,
     Dataset,
     get_worker_info,
 )
+
+from support.caching.parts import BATCH, SAMPLES, Classifier, grid, loader, on, vectors
 
 
 class OpensInWorkers(Dataset):

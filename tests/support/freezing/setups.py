@@ -8,12 +8,12 @@ import lightning as L
 import numpy as np
 import torch
 import torchmetrics
-from models import ConvNet, ManualSteps, fit
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_egeria import FreezingPolicy, KnowledgeGuidedFreezing
+from support.models import ConvNet, ManualSteps, fit
 
 
 class Module(L.LightningModule):

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import lightning as L
 import torch
-from agreement import checked
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_egeria import FreezingPolicy, KnowledgeGuidedFreezing
+from support.agreement import checked
 
 
 class Module(L.LightningModule):

@@ -6,15 +6,15 @@ import itertools
 import lightning as L
 import torch
 import torch.distributed as dist
-from agreement import checked
 from lightning.pytorch.strategies import DDPStrategy
-from models import ConvNet
-from ranks import EXCHANGE_TIMEOUT
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_egeria import FreezingPolicy, KnowledgeGuidedFreezing, ScriptedPolicy
+from support.agreement import checked
+from support.models import ConvNet
+from support.ranks import EXCHANGE_TIMEOUT
 
 STEPS = 60
 

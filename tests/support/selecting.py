@@ -3,12 +3,12 @@
 import lightning as L
 import numpy as np
 import torch
-from models import Classifier as Plain
-from models import ConvNet, fit, images, loader
 from torch import nn
 from torch.utils.data import Dataset
 
 from lightning_egeria import SelectiveBackprop
+from support.models import Classifier as Plain
+from support.models import ConvNet, fit, images, loader
 
 
 class Indexed(Dataset):
@@ -80,3 +80,17 @@ def kept(losses, beta, history, size, numbers):
 
 def numbers_of(seed, rank, epoch, batch, samples):
     return np.random.default_rng([seed, rank, epoch, batch]).random(samples).tolist()
+
+
+def kept_by_a_loop(batches, numbers, beta, history):
+    """What the formulas say: which samples of all batches are kept."""
+    last, kept, numbers = [], [], iter(numbers)
+    for losses in batches:
+        for loss in losses:
+            last.append(loss)
+            if len(last) > history:
+                del last[0]
+        for loss in losses:
+            percentile = (sum(1 for other in last if other < loss) + (last.count(loss) - 1) / 2) / len(last)
+            kept.append(next(numbers) < percentile**beta)
+    return kept

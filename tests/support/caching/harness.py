@@ -22,11 +22,11 @@ from unittest import mock
 import lightning as L
 import numpy as np
 import torch
-import untimed
 from lightning.pytorch.loggers import Logger
-from programs.parts import data_of, loader
 
 from lightning_egeria import Decision, FrozenPrefixCache, PrefixFreezing
+from support import untimed
+from support.caching.parts import data_of, loader
 
 SCHEDULE = {2: 2}
 EPOCHS = 3

@@ -2,11 +2,11 @@
 
 import lightning as L
 import torch
-from models import After, ConvNet
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_egeria import KnowledgeGuidedFreezing, SlopePolicy
+from support.models import After, ConvNet
 
 
 class Module(L.LightningModule):

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from models import Classifier, loader
 from torch import nn
 
 from lightning_egeria import (
@@ -24,6 +23,7 @@ from lightning_egeria import (
 )
 from lightning_egeria.core.training.callback import freezing_of
 from lightning_egeria.core.training.freezer import Decision
+from support.models import Classifier, loader
 
 SCHEDULE = {3: 1, 8: 2}  # of 15 steps
 

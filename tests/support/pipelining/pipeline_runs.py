@@ -12,7 +12,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from graphs import random_graph, series_parallel
 from torch import nn
 
 from lightning_egeria.errors import PipelineError, PlanError
@@ -22,6 +21,7 @@ from lightning_egeria.methods.pipelining.plan import Plan
 from lightning_egeria.methods.pipelining.planner import Limits, plan_graph
 from lightning_egeria.methods.pipelining.splitting import split
 from lightning_egeria.methods.pipelining.timeline import Timeline
+from support.pipelining.graphs import random_graph, series_parallel
 
 
 class Branches(nn.Module):

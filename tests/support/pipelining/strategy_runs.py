@@ -7,7 +7,6 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
-from pipeline_runs import same_costs
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric, MetricCollection
@@ -15,6 +14,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from lightning_egeria import GraphPipelineStrategy, KnowledgeGuidedFreezing
 from lightning_egeria.errors import EgeriaError
+from support.pipelining.pipeline_runs import same_costs
 
 STAGES = {"image": ["image"], "text": ["text"], "end": ["head"]}
 QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}

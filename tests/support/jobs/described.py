@@ -6,14 +6,13 @@ import sys
 import time
 from pathlib import Path
 
-from leftovers import child_processes
-
 from lightning_egeria.jobs.backends import Queued
 from lightning_egeria.jobs.endings import note_end
 from lightning_egeria.jobs.home import Home
 from lightning_egeria.jobs.jobfolders import JobFolder, State, Submission
 from lightning_egeria.jobs.rules import read_description
 from lightning_egeria.jobs.submission import submit
+from support.leftovers import child_processes
 
 PYTHON = sys.executable
 

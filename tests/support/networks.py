@@ -3,13 +3,13 @@
 import timm
 import torch
 import torchvision
-from repeated_calls import Alternating, InEachPosition, SharedEmbedding, Siamese, UsedTwice
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_egeria.core.batches.tree import tensor_leaves
 from lightning_egeria.core.network.chain import LayerChain
+from support.repeated_calls import Alternating, InEachPosition, SharedEmbedding, Siamese, UsedTwice
 
 
 class OutOfOrder(nn.Module):

@@ -1,4 +1,4 @@
-"""A plugin of pytest (``-p on_gpu``): what the tests train on the CPU in one process is trained on a GPU."""
+"""A plugin of pytest (``-p support.on_gpu``): what the tests train on the CPU in one process is trained on a GPU."""
 
 import functools
 

@@ -2,10 +2,10 @@
 
 import lightning as L
 import torch
-from models import Classifier, ConvNet, fit
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_egeria import AdaptiveBatchSize
+from support.models import Classifier, ConvNet, fit
 
 
 class Numbered(Dataset):

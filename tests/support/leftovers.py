@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from torch.utils.data import DataLoader
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 # Written by the test tools themselves, at any moment.
 _TOOL_FOLDERS = {".git", ".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache", "__pycache__"}
 _GRACE_S = 5.0

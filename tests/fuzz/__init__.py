@@ -1,0 +1,1 @@
+"""Damaged files for all readers; `campaign` gives them a million."""
