@@ -25,22 +25,22 @@ def job(throughput, squared=1.0, variance=100.0, limits=LIMITS):
 
 
 def test_noisy_gradients_on_a_device_with_room_get_large_batches():
-    found = LargestGoodput().next(100, Division(32, 1, 1), 1, job(QUICK))
+    found = LargestGoodput().next(100, Division(32, 1, 1), 1, LIMITS, lambda: job(QUICK))
     assert found.total > 256
     assert found.local <= 256
     assert estimate(job(QUICK), found, 1).goodput >= 1.05 * estimate(job(QUICK), Division(32, 1, 1), 1).goodput
 
 
 def test_where_samples_cost_their_time_it_stays():
-    assert LargestGoodput().next(100, Division(32, 1, 1), 1, job(SLOW)) is None
+    assert LargestGoodput().next(100, Division(32, 1, 1), 1, LIMITS, lambda: job(SLOW)) is None
 
 
 def test_a_little_better_is_not_enough():
-    rule, best = LargestGoodput(), LargestGoodput().next(100, Division(32, 1, 1), 1, job(QUICK))
-    assert rule.next(100, best, 1, job(QUICK)) is None
+    rule, best = LargestGoodput(), LargestGoodput().next(100, Division(32, 1, 1), 1, LIMITS, lambda: job(QUICK))
+    assert rule.next(100, best, 1, LIMITS, lambda: job(QUICK)) is None
     near = Division(int(best.local * 0.95), best.batches, 1)
-    assert rule.next(100, near, 1, job(QUICK)) is None
-    assert rule.next(100, near, 1, None) is None
+    assert rule.next(100, near, 1, LIMITS, lambda: job(QUICK)) is None
+    assert rule.next(100, near, 1, LIMITS, lambda: None) is None
 
 
 def test_efficiency_at_the_initial_batch_size_is_one():
@@ -51,14 +51,18 @@ def test_efficiency_at_the_initial_batch_size_is_one():
     assert found.goodput == pytest.approx(found.throughput * found.efficiency)
 
 
+def no_measurement():
+    raise AssertionError("a script goes by nothing that is measured")
+
+
 def test_a_script_is_followed():
     rule = ScriptedBatchSizes({10: 64, 5: 512, 20: 1024}, 1024)
     now = Division(32, 1, 2)
-    assert rule.next(4, now, 1, LIMITS) is None
-    assert rule.next(5, now, 1, LIMITS) == Division(256, 1, 2)
-    assert rule.next(19, now, 1, LIMITS) is None
-    assert rule.next(25, now, 1, LIMITS) == Division(256, 2, 2)
-    assert rule.next(25, now, 1, BatchLimits(32, 1023, 16, 300)) == Division(255, 2, 2)
+    assert rule.next(4, now, 1, LIMITS, no_measurement) is None
+    assert rule.next(5, now, 1, LIMITS, no_measurement) == Division(256, 1, 2)
+    assert rule.next(19, now, 1, LIMITS, no_measurement) is None
+    assert rule.next(25, now, 1, LIMITS, no_measurement) == Division(256, 2, 2)
+    assert rule.next(25, now, 1, BatchLimits(32, 1023, 16, 300), no_measurement) == Division(255, 2, 2)
     for wrong in ({-1: 8}, {0: 0}, {0.5: 8}, {1: 8.0}):
         with pytest.raises(ArgumentError, match="batch_sizes must map steps"):
             ScriptedBatchSizes(wrong, 64)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 from lightning_egeria.cluster.goodput import BatchLimits, Goodput
 from lightning_egeria.cluster.hints import Hints
 from lightning_egeria.methods.goodput.decision import (
+    BatchSizeRule,
     Division,
     Estimate,
-    LargestGoodput,
-    ScriptedBatchSizes,
     estimate,
     limits_of,
 )
@@ -71,7 +71,7 @@ class BatchSizeControl:
         initial: int,
         largest: int,
         local_batch_sizes: tuple[int, int | None],
-        rule: LargestGoodput | ScriptedBatchSizes,
+        rule: BatchSizeRule,
         every: int,
         groups: int,
     ) -> None:
@@ -140,18 +140,17 @@ class BatchSizeControl:
 
     def decides(self, step: int) -> bool:
         """Whether to ask `next` after this step."""
-        return self.adapts and (isinstance(self._rule, ScriptedBatchSizes) or step >= self._waits_until)
+        return self.adapts and (self.decides_alike or step >= self._waits_until)
 
     @property
     def decides_alike(self) -> bool:
         """Whether all processes decide the same by themselves."""
-        return isinstance(self._rule, ScriptedBatchSizes)
+        return not self._rule.measures
 
     def next(self, step: int, now: Division) -> Division | None:
         """Return the batch size that should come next; None to stay."""
-        if isinstance(self._rule, ScriptedBatchSizes):
-            return self._rule.next(step, now, self.nodes, self.limits(now.replicas))
-        return self._rule.next(step, now, self.nodes, self.goodput(now.replicas))
+        goodput = functools.partial(self.goodput, now.replicas)
+        return self._rule.next(step, now, self.nodes, self.limits(now.replicas), goodput)
 
     def wait(self, step: int) -> None:
         """Decide again after ``every`` more steps."""

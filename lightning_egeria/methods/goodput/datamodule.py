@@ -24,7 +24,7 @@ from lightning_egeria.errors import ArgumentError, EgeriaError, UnsupportedError
 from lightning_egeria.methods.goodput import METHOD
 from lightning_egeria.methods.goodput.callback import BatchSizeSteps, Settings, Start
 from lightning_egeria.methods.goodput.control import BatchSizeChange, BatchSizeControl
-from lightning_egeria.methods.goodput.decision import LargestGoodput, ScriptedBatchSizes
+from lightning_egeria.methods.goodput.decision import BatchSizeRule, LargestGoodput, ScriptedBatchSizes
 from lightning_egeria.methods.goodput.display import panels_of
 from lightning_egeria.methods.goodput.learning_rate import LearningRateRule, rule_of
 from lightning_egeria.methods.goodput.progress import COUNTS
@@ -99,7 +99,9 @@ class AdaptiveBatchSize(WrappingDataModule):
                 f"got {local_batch_sizes!r}"
             )
         rule_of(learning_rate, adaptive=False)
-        self._rule = LargestGoodput() if batch_sizes is None else ScriptedBatchSizes(batch_sizes, max_batch_size)
+        self._rule: BatchSizeRule = (
+            LargestGoodput() if batch_sizes is None else ScriptedBatchSizes(batch_sizes, max_batch_size)
+        )
         self.max_batch_size = max_batch_size
         self.learning_rate = learning_rate
         self.schedule_by = schedule_by
@@ -163,8 +165,7 @@ class AdaptiveBatchSize(WrappingDataModule):
             if not steps.started:
                 local, notices = self.local_batch_sizes, self._notices
                 self._sizes = first_sizes(trainer, self._adapted, self._state, self.max_batch_size, local, notices)
-                if isinstance(self._rule, ScriptedBatchSizes):
-                    self._rule.check(self._sizes.initial)
+                self._rule.check(self._sizes.initial)
         except EgeriaError as error:
             # Not here: Lightning would leave DataLoader as it has changed it while it asks for loaders.
             self._refusal = error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -53,30 +53,56 @@ class Estimate:
         return self.throughput * self.efficiency
 
 
-class LargestGoodput:
-    """Changes to the batch size of the largest goodput, where that is at least 5 % above the present one's.
+class BatchSizeRule:
+    """Chooses the next batch size.
 
-    Of 50 batch sizes in geometric steps from the initial to the largest, with accumulation where memory ends.
+    Attributes:
+        measures: whether the rule goes by what was measured on rank 0. The others are the same on all ranks, and asked
+            after every step.
     """
 
-    def next(self, step: int, now: Division, nodes: int, goodput: Goodput | None) -> Division | None:
+    measures: bool
+
+    def check(self, initial: int) -> None:
+        """Compare the rule with the initial batch size. Does nothing by default."""
+
+    def next(
+        self, step: int, now: Division, nodes: int, limits: BatchLimits, goodput: Callable[[], Goodput | None]
+    ) -> Division | None:
         """Return another division; None to stay.
 
         Args:
             step: number of optimizer steps so far.
             now: the present one.
             nodes: number of nodes.
-            goodput: of the job; None before it is known.
+            limits: on the batch size.
+            goodput: returns that of the job; None before it is known.
         """
-        if goodput is None:
+        raise NotImplementedError
+
+
+class LargestGoodput(BatchSizeRule):
+    """Changes to the batch size of the largest goodput, where that is at least 5 % above the present one's.
+
+    Of 50 batch sizes in geometric steps from the initial to the largest, with accumulation where memory ends.
+    """
+
+    measures = True
+
+    def next(
+        self, step: int, now: Division, nodes: int, limits: BatchLimits, goodput: Callable[[], Goodput | None]
+    ) -> Division | None:
+        """Return another division; None to stay."""
+        known = goodput()
+        if known is None:
             return None
-        best, local, accumulation = goodput.best(nodes, now.replicas)
-        if best < LEAST_GAIN * estimate(goodput, now, nodes).goodput or local < 1:
+        best, local, accumulation = known.best(nodes, now.replicas)
+        if best < LEAST_GAIN * estimate(known, now, nodes).goodput or local < 1:
             return None
         return Division(local, accumulation + 1, now.replicas)
 
 
-class ScriptedBatchSizes:
+class ScriptedBatchSizes(BatchSizeRule):
     """Batch sizes by step, for comparisons.
 
     Args:
@@ -86,6 +112,8 @@ class ScriptedBatchSizes:
     Raises:
         ArgumentError: if a step or size is out of range.
     """
+
+    measures = False
 
     def __init__(self, schedule: Mapping[int, int], largest: int) -> None:
         if not isinstance(schedule, Mapping):
@@ -107,8 +135,10 @@ class ScriptedBatchSizes:
             if size < initial:
                 raise ArgumentError(f"batch_sizes must be at least {initial}, the initial one; got {step}: {size}")
 
-    def next(self, step: int, now: Division, nodes: int, limits: BatchLimits) -> Division | None:
-        """Return another division; None to stay. As `LargestGoodput.next`, from the limits alone."""
+    def next(
+        self, step: int, now: Division, nodes: int, limits: BatchLimits, goodput: Callable[[], Goodput | None]
+    ) -> Division | None:
+        """Return another division; None to stay."""
         sizes = [size for start, size in self.schedule.items() if start <= step]
         if not sizes:
             return None

@@ -21,7 +21,7 @@ from lightning_egeria.methods.partial.display import panels_of_savings
 from lightning_egeria.methods.partial.exchange import ContributorMean, GradientExchange, RankGroups, RescaledMean
 from lightning_egeria.methods.partial.grading import GradedPlan, Grading
 from lightning_egeria.methods.partial.measuring import SuffixMeasures
-from lightning_egeria.methods.partial.plans import GivenPlan, SuffixPlan, TemporalPlan
+from lightning_egeria.methods.partial.plans import SuffixPlan
 from lightning_egeria.methods.partial.savings import PartialSavings
 from lightning_egeria.methods.partial.steps import SuffixSteps
 from lightning_egeria.methods.partial.support import check_batches, check_model, check_trainer, exchanged_layers
@@ -142,8 +142,7 @@ class StructuredPartialBackprop(LayerFinding):
             if state is not None:
                 with checkpoint_read("partial backprop"):
                     self._grading.load_state_dict(state["grading"])
-        if isinstance(plan, GivenPlan):
-            plan.check(len(chain), chain.max_depth)
+        plan.check(len(chain), chain.max_depth)
         layers = exchanged_layers(pl_module, chain, trainer)
         exchange = None
         if self.ranks.several and chain.max_depth and plan.pauses(len(chain)):
@@ -202,17 +201,8 @@ class StructuredPartialBackprop(LayerFinding):
                 f"depths={self.arguments.depths!r} gives each rank a suffix, and there is only one process, so all "
                 "steps are full. Use depths='temporal'"
             )
-        elif isinstance(plan, TemporalPlan):
-            lengths, shares = plan.cycle(len(chain)).lengths, plan.cycle(len(chain)).shares()
-            least = len(chain) - chain.max_depth
-            told = ", ".join(str(max(length, least)) for length in lengths)
-            self.notices.inform(
-                f"gradients of the last {told} of {len(chain)} layer modules in turn; {chain.names[0]!r} gets a "
-                f"gradient in {shares[0]:.0%} of the steps"
-            )
-        elif not isinstance(plan, GradedPlan):
-            told = ", ".join(map(str, plan.lengths(0, len(chain))))
-            self.notices.inform(f"gradients of the last {told} of {len(chain)} layer modules on rank 0, 1, ...")
+        elif (text := plan.describe(chain.names, chain.max_depth)) is not None:
+            self.notices.inform(text)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Log what the run left out."""

@@ -60,6 +60,10 @@ class GradedPlan(SuffixPlan):
         """Whether a cycle has several steps, so that it can come to that."""
         return self._cycle > 1 and layer_modules > 1
 
+    def describe(self, names: Sequence[str], pausable: int) -> str | None:
+        """None: `Grading` tells when the suffixes are known."""
+        return None
+
     def grade(self, plasticity: Sequence[float]) -> bool:
         """Take a plasticity that was measured with the present suffixes, and return whether they change.
 

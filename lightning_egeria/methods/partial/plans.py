@@ -31,6 +31,24 @@ class SuffixPlan:
         """Whether any rank ever has less than the whole chain."""
         return min(self.lengths(0, layer_modules)) < layer_modules
 
+    def check(self, layer_modules: int, pausable: int) -> None:
+        """Compare the plan with the layer chain. Does nothing by default.
+
+        Args:
+            layer_modules: length of the chain.
+            pausable: number of layer modules that can do without their gradient.
+        """
+
+    def describe(self, names: Sequence[str], pausable: int) -> str | None:
+        """Return the suffixes that come, in words; None if the plan tells of them itself.
+
+        Args:
+            names: of all layer modules, front to back.
+            pausable: number of layer modules that can do without their gradient.
+        """
+        told = ", ".join(map(str, self.lengths(0, len(names))))
+        return f"gradients of the last {told} of {len(names)} layer modules on rank 0, 1, ..."
+
 
 class TemporalPlan(SuffixPlan):
     """All ranks share one suffix, which changes with the step as `SuffixCycle` says.
@@ -59,6 +77,15 @@ class TemporalPlan(SuffixPlan):
     def pauses(self, layer_modules: int) -> bool:
         """Whether the cycle has several steps."""
         return len(self.cycle(layer_modules).lengths) > 1
+
+    def describe(self, names: Sequence[str], pausable: int) -> str | None:
+        """Return the lengths of the cycle, and how often the first layer module has a gradient."""
+        cycle, least = self.cycle(len(names)), len(names) - pausable
+        told = ", ".join(str(max(length, least)) for length in cycle.lengths)
+        return (
+            f"gradients of the last {told} of {len(names)} layer modules in turn; {names[0]!r} gets a gradient in "
+            f"{cycle.shares()[0]:.0%} of the steps"
+        )
 
 
 class UniformPlan(SuffixPlan):
@@ -114,11 +141,7 @@ class GivenPlan(SuffixPlan):
         return len(set(self.given)) > 1
 
     def check(self, layer_modules: int, pausable: int) -> None:
-        """Check the suffixes against the layer chain.
-
-        Args:
-            layer_modules: length of the chain.
-            pausable: number of layer modules that can do without their gradient.
+        """Compare the suffixes with the layer chain.
 
         Raises:
             ArgumentError: if a suffix is longer than the chain, or fewer than ``min_share`` of the ranks compute the
