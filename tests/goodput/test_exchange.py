@@ -10,7 +10,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from lightning_egeria import KnowledgeGuidedFreezing, ScriptedPolicy
 from lightning_egeria.core.snapshots.digests import digest
 from lightning_egeria.errors import UnsupportedError
-from lightning_egeria.methods.goodput.exchange import measure_exchange
+from lightning_egeria.methods.goodput.gradients import measure_exchange
 from lightning_egeria.methods.goodput.profile import Profile
 from support.goodput import SavesAfter, Seeing, adaptive, numbered, trained
 from support.models import After, equal

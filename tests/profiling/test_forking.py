@@ -12,7 +12,7 @@ from lightning_egeria.core.profiling.clock import mark
 
 PROGRAM = """
 import gc, os
-from lightning_egeria.core.profiling.forking import keep_garbage_in_forks
+from lightning_egeria.core.profiling.clock import keep_garbage_in_forks
 
 class OnlyHere:
     born = os.getpid()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import gc
+import os
+import threading
 import time
 
 import torch
 
-from lightning_egeria.core.profiling.forking import keep_garbage_in_forks
+_parent = threading.local()
 
 
 def mark(device: torch.device) -> float | torch.cuda.Event:
@@ -58,3 +62,27 @@ def seconds_of_product(dtype: torch.dtype, size: int = 256) -> float:
         torch.mm(matrix, matrix)
         found.append(time.perf_counter() - started)
     return min(found)
+
+
+@functools.cache
+def keep_garbage_in_forks() -> None:
+    """Let no forked process, such as a worker of a data loader, collect garbage that it was born with.
+
+    To free an event of CUDA or pinned memory, PyTorch asks CUDA, which a forked process cannot: it is aborted.
+    """
+    os.register_at_fork(before=_before, after_in_parent=_after_in_parent, after_in_child=_after_in_child)
+
+
+def _before() -> None:
+    _parent.collects = gc.isenabled()
+    gc.disable()  # what else runs at a fork may make objects, and so begin a collection
+
+
+def _after_in_parent() -> None:
+    if getattr(_parent, "collects", False):
+        gc.enable()
+
+
+def _after_in_child() -> None:
+    gc.freeze()
+    _after_in_parent()

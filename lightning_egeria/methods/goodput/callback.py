@@ -27,8 +27,7 @@ from lightning_egeria.errors import UnsupportedError
 from lightning_egeria.methods.goodput.changing import BatchSizeChanges, PlannedChange
 from lightning_egeria.methods.goodput.control import BatchSizeChange, BatchSizeControl
 from lightning_egeria.methods.goodput.decision import Division
-from lightning_egeria.methods.goodput.exchange import measure_exchange
-from lightning_egeria.methods.goodput.gradients import GradientMeter
+from lightning_egeria.methods.goodput.gradients import GradientMeter, measure_exchange
 from lightning_egeria.methods.goodput.learning_rate import LearningRateRule
 from lightning_egeria.methods.goodput.memory import Mark, run_in_halves
 from lightning_egeria.methods.goodput.optimizer_steps import ScaledSteps, step_schedulers
