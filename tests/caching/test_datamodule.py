@@ -17,8 +17,6 @@ from lightning_egeria.errors import ArgumentError
 from support.caching import harness
 from support.caching.parts import BATCH, Classifier, Samples, Stepping, Validated, data_of, loader, on, vectors
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated")  # pytest.warns emits Lightning's again
-
 
 @pytest.fixture
 def run(tmp_path):

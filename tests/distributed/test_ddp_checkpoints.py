@@ -26,7 +26,6 @@ def resume(path, ranks, **kwargs):
     return digest(module), watch.bytes, [(event.step, event.depth) for event in freezing.events]
 
 
-@pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated")
 @pytest.mark.parametrize(("before", "after"), [slow(2, 2), slow(1, 2), (2, 1), (2, 4)])
 def test_a_checkpoint_of_some_ranks_resumes_on_others(before, after, tmp_path):
     path = str(tmp_path / "run.ckpt")

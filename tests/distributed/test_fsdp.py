@@ -27,7 +27,6 @@ from support.models import slow
 from support.ranks import EXCHANGE_TIMEOUT, all_well, in_ranks
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated"),
     pytest.mark.skipif(not hasattr(torch.cpu.Stream(), "record_event"), reason="this torch has no FSDP2 on the CPU"),
 ]
 

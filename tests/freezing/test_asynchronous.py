@@ -17,10 +17,6 @@ from support import models
 from support.leftovers import REPOSITORY
 from support.models import equal, images, loader, slow
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*LeafSpec.* is deprecated"  # pytest.warns emits Lightning's again under its own name
-)
-
 
 class Module(L.LightningModule):
     def __init__(self):

@@ -171,9 +171,6 @@ def test_plasticity_is_zero_for_a_model_that_does_not_move():
     assert all(value < 1e-12 for values in seen for value in values)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*LeafSpec.* is deprecated"
-)  # pytest.warns emits Lightning's again under its own name
 def test_a_reference_that_fails_is_told_once():
     class Odd(ConvNet):
         def forward(self, images):
@@ -265,7 +262,6 @@ class Empty(Dataset):
 
 
 @pytest.mark.filterwarnings("ignore:Total length of .* across ranks is zero")
-@pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated")  # pytest.warns gives it out again
 @pytest.mark.parametrize("how", [{"data": DataLoader(Empty())}, {"limit_train_batches": 0}])
 def test_no_training_batches(how):
     callback = freezing()
@@ -274,7 +270,6 @@ def test_no_training_batches(how):
     assert callback.events == []
 
 
-@pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated")  # pytest.warns gives it out again
 def test_too_few_layer_modules_train_as_without():
     def trained(*callbacks):
         torch.manual_seed(0)

@@ -12,18 +12,6 @@ from lightning_egeria import KnowledgeGuidedFreezing, ScriptedPolicy
 from support.freezing.setups import Module, Watching, freezing, loader, new
 from support.models import ConvNet, equal, fit, left_behind, trainer_of
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:train_dataloader yielded None"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated"),  # pytest.warns emits Lightning's again
-    pytest.mark.filterwarnings("ignore:`training_step` returned `None`"),
-    # torch's own, once in a process, where a checkpoint is read
-    pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants"),
-    # torch's own, where it compiles a module of which a part is compiled already
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-    # Lightning's own, of an experimental signature
-    pytest.mark.filterwarnings("ignore:.*`dataloader_iter`"),
-]
-
 
 class Endless(IterableDataset):
     def __init__(self, batches=None):
@@ -127,6 +115,7 @@ def test_inputs_that_cannot_be_copied_are_told_of():
     assert left_behind(watched) == left_behind(plain)
 
 
+@pytest.mark.filterwarnings("ignore:train_dataloader yielded None")
 def test_batches_that_are_nothing():
     class Counting(Watching):
         steps = ()

@@ -286,7 +286,6 @@ def test_a_language_encoder(precision, kind):
     assert callback.layer_modules[-4:] == [f"net.layer.{index}" for index in range(4)]
 
 
-@pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated")  # pytest.warns emits Lightning's again
 def test_tied_embeddings_freeze_nothing_and_a_warning_says_so():
     callback = freezing(OneMoreEachTime())
     with pytest.warns(UserWarning, match="is used in 'net.words' and again behind the last layer module"):

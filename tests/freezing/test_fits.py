@@ -14,18 +14,6 @@ from lightning_egeria import ScriptedPolicy
 from support.freezing.setups import ByHand, Filtering, Module, Watching, freezing, loader, new
 from support.models import After, Classifier, equal, fit, images, left_behind, slow, trainer_of
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:train_dataloader yielded None"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated"),  # pytest.warns emits Lightning's again
-    pytest.mark.filterwarnings("ignore:`training_step` returned `None`"),
-    # torch's own, once in a process, where a checkpoint is read
-    pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants"),
-    # torch's own, where it compiles a module of which a part is compiled already
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-    # Lightning's own, of an experimental signature
-    pytest.mark.filterwarnings("ignore:.*`dataloader_iter`"),
-]
-
 
 class MeanTeacher(Classifier):
     """Copies its network in the first step, of all steps, while it is observed."""

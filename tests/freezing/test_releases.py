@@ -11,18 +11,6 @@ from lightning_egeria import ScriptedPolicy
 from support.freezing.setups import Filtering, Module, Watching, freezing, new
 from support.models import After, fit, left_behind
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:train_dataloader yielded None"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated"),  # pytest.warns emits Lightning's again
-    pytest.mark.filterwarnings("ignore:`training_step` returned `None`"),
-    # torch's own, once in a process, where a checkpoint is read
-    pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants"),
-    # torch's own, where it compiles a module of which a part is compiled already
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-    # Lightning's own, of an experimental signature
-    pytest.mark.filterwarnings("ignore:.*`dataloader_iter`"),
-]
-
 
 def test_code_that_switches_requires_grad_itself_is_left_alone():
     class Toggles(Module):

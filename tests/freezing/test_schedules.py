@@ -8,19 +8,6 @@ from lightning_egeria import FreezingPolicy
 from support.freezing.setups import Module, freezing, new
 from support.models import fit
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:train_dataloader yielded None"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated"),  # pytest.warns emits Lightning's again
-    pytest.mark.filterwarnings("ignore:`training_step` returned `None`"),
-    # torch's own, once in a process, where a checkpoint is read
-    pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants"),
-    # torch's own, where it compiles a module of which a part is compiled already
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-    # Lightning's own, of an experimental signature
-    pytest.mark.filterwarnings("ignore:.*`dataloader_iter`"),
-]
-
-
 SCHEDULES = {
     "cosine": (lambda o: lr_scheduler.CosineAnnealingLR(o, 30), False),
     "linear": (lambda o: lr_scheduler.LinearLR(o, 1.0, 0.01, 30), False),

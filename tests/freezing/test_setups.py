@@ -30,18 +30,12 @@ from support.freezing.setups import (
 )
 from support.models import After, ConvNet, equal, fit, left_behind, slow
 
+# Each is said about one way to train, by Lightning or torch.
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:train_dataloader yielded None"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated"),  # pytest.warns emits Lightning's again
     pytest.mark.filterwarnings("ignore:`training_step` returned `None`"),
-    # torch's own, once in a process, where a checkpoint is read
-    pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants"),
-    # torch's own, where it compiles a module of which a part is compiled already
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-    # Lightning's own, of an experimental signature
     pytest.mark.filterwarnings("ignore:.*`dataloader_iter`"),
 ]
-
 
 each_setup = pytest.mark.parametrize("setup", [slow(name) if name in MUCH_ALIKE else name for name in SETUPS])
 

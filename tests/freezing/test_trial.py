@@ -329,7 +329,6 @@ class Stateful(DataLoader):
 @pytest.mark.parametrize(
     ("kind", "step", "warns"), [(Stateful, 4, True), (Stateful, 12, False), (DataLoader, 4, False)]
 )
-@pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated")
 def test_a_loader_that_is_ahead_in_a_checkpoint_is_told(tmp_path, kind, step, warns):
     saves = After(lambda trainer, _: trainer.save_checkpoint(tmp_path / "saved"), step)
     with pytest.warns() if warns else contextlib.nullcontext() as told:

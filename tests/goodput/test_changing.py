@@ -65,7 +65,6 @@ def test_what_cannot_be_tried_is_told_of(trainer):
     assert changes.planned.division == Division(32, 1, 1)
 
 
-@pytest.mark.filterwarnings("ignore:.*LeafSpec")
 def test_a_batch_that_cannot_be_repeated_is_used_all_the_same():
     class Unique(Seeing):
         def training_step(self, batch, batch_idx):

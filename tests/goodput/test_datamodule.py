@@ -110,7 +110,6 @@ def test_a_run_that_resumed_there_resumes_again(tmp_path):
     assert resumed.seen == whole.seen[12:]
 
 
-@pytest.mark.filterwarnings("ignore:.*LeafSpec")
 def test_a_sampler_that_does_not_repeat_begins_again(tmp_path):
     class Counting(torch.utils.data.Sampler):
         begun = 0
@@ -355,7 +354,6 @@ def test_freezing_restarts_the_noise_and_the_cache_goes_on(tmp_path):
     assert losses[0] == losses[1]
 
 
-@pytest.mark.filterwarnings("ignore:.*LeafSpec")
 def test_hints_are_there_for_a_scheduler(tmp_path):
     data = adaptive(hints=tmp_path / "new" / "hints.json")
     trained(data)

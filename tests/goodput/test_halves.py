@@ -90,7 +90,6 @@ class Narrow(Seeing):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.filterwarnings("ignore:.*LeafSpec")
 def test_where_halves_cannot_run_training_goes_on():
     data, module = adaptive(numbered(160), batch_sizes={2: 16}), Narrow()
     with pytest.warns(UserWarning, match="half of a batch could not be run .*: RuntimeError: not this size"):

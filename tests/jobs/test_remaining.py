@@ -45,7 +45,6 @@ def test_a_run_without_an_end_tells_nothing(tmp_path, monkeypatch):
     assert clock.told == []
 
 
-@pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning")
 def test_hints_that_cannot_be_written_do_not_end_training(tmp_path, monkeypatch):
     (tmp_path / "hints.json").mkdir()
     clock = Clock(monkeypatch, None)

@@ -12,9 +12,6 @@ from support.methods import LinearFreezing, scripted, tuner
 from support.models import After, Classifier, ConvNet, equal, fit, left_behind, loader
 from support.networks import TiedHead, ids
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*LeafSpec.* is deprecated"  # pytest.warns emits Lightning's again under its own name
-)
 PARTS = ("stem", "middle", "deep")  # of `ConvNet`, one layer module each
 
 

@@ -15,10 +15,6 @@ from lightning_egeria.methods.partial.plans import TemporalPlan, UniformPlan
 from lightning_egeria.methods.partial.support import check_batches, check_model, check_trainer, exchanged_layers
 from support.models import Classifier, fit
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*LeafSpec.* is deprecated"  # pytest.warns emits Lightning's again under its own name
-)
-
 
 def trainer_with(name, **settings):
     strategy = type(name, (), {"_ddp_kwargs": settings, "_model_averaging_period": None, "model": None})()

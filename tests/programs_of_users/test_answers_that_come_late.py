@@ -15,7 +15,6 @@ from support.user_programs import Blocks, SavesAt, run, same
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated"),
 ]
 MOVED = "From step"
 

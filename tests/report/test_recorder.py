@@ -198,7 +198,6 @@ def test_the_command_is_in_it(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "egeria.json").read_text())["about"]["command"] == "train.py --lr 0.1"
 
 
-@pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated")  # pytest.warns gives it out again
 def test_training_goes_on_if_the_record_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     recorder = RunRecorder(tmp_path / "file" / "egeria.json")

@@ -20,8 +20,6 @@ from lightning_egeria.errors import ArgumentError, PerSampleLossError, RowsError
 from support.models import After, Classifier, ManualSteps, equal, fit, images, loader
 from support.selecting import Checkpoints, Indexed, Noting, trained
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated")  # pytest.warns emits Lightning's again
-
 
 @pytest.mark.parametrize(
     ("wrong", "words"),

@@ -13,10 +13,6 @@ from lightning_egeria.core.training.observers import Observer
 from lightning_egeria.errors import ArgumentError, CheckpointError, LayerChainError, UnsupportedError
 from support.models import After, Classifier, ConvNet, fit, left_behind, loader
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*LeafSpec.* is deprecated"  # pytest.warns emits Lightning's again under its own name
-)
-
 
 class At(PrefixFreezing):
     """Freezes by a schedule, {step: depth}."""

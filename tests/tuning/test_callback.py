@@ -460,7 +460,6 @@ def test_a_checkpoint_of_another_version_is_refused():
         tuner().load_state_dict({**tuner().state_dict(), "searches": [{"step": 1}]})
 
 
-@pytest.mark.filterwarnings("ignore:.*LeafSpec")
 def test_an_epoch_of_one_batch_has_no_search():
     plain, module = Classifier(), Classifier()
     fit(plain, data=loader(images(8)))

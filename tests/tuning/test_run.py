@@ -77,7 +77,6 @@ def test_a_value_that_something_else_sets_is_no_setting(caplog):
     assert "other code sets 'lr': lr=0.012 after this trial, and after the trial of lr=0.01" in caplog.text
 
 
-@pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated")  # pytest.warns gives it out again
 def test_a_scheduler_that_comes_later_forbids_searches(caplog):
     averaging = L.pytorch.callbacks.StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)
     tuner = BranchTuner({"lr": Choice([0.01, 0.1])}, at_epochs=(2,), first_steps=1)
@@ -87,7 +86,6 @@ def test_a_scheduler_that_comes_later_forbids_searches(caplog):
     assert not tuner.searches
 
 
-@pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated")  # pytest.warns gives it out again
 @pytest.mark.parametrize(("depths", "found"), [([0, 99], "99"), ([98, 1], "98")])
 def test_depths_beyond_the_chain_are_named(depths, found):
     tuner = BranchTuner({"frozen_depth": Choice(depths)}, first_steps=1)
