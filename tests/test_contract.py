@@ -95,7 +95,7 @@ def test_each_method_of_the_package_has_a_line(tmp_path):
     for method in METHODS.values():
         parts = [*method.active(), method.data(tmp_path), *method.arguments().values()]
         found |= {part.egeria_method.name for part in parts if hasattr(part, "egeria_method")}
-    assert not DECLARED.keys() - found, f"tests/methods.py needs a line for {DECLARED.keys() - found}"
+    assert not DECLARED.keys() - found, f"tests/support/methods.py needs a line for {DECLARED.keys() - found}"
 
 
 @each_and_background

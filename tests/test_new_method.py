@@ -71,7 +71,7 @@ def test_places(tmp_path):
     # Its option.
     (tmp_path / "conf" / "callbacks" / "gradients.yaml").write_text(block("yaml", "SmallGradients"))
     # Its tests.
-    contract, line = tmp_path / "tests" / "methods.py", block("text", "SmallGradients")
+    contract, line = tmp_path / "tests" / "support" / "methods.py", block("text", "SmallGradients")
     replace(contract, "    SlopePolicy,\n", "    SlopePolicy,\n    SmallGradients,\n")
     replace(contract, "METHODS = {\n", f"METHODS = {{\n{line}")
     # And its public name.

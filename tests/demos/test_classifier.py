@@ -1,6 +1,5 @@
 from functools import partial
 
-import lightning as L
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -12,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_egeria.demos.classifier import ImageClassifier, load_weights
 from lightning_egeria.demos.resnet import CifarResNet
 from lightning_egeria.errors import ArgumentError
+from support.models import trainer_of
 
 
 @pytest.fixture
@@ -21,15 +21,7 @@ def loader():
 
 @pytest.fixture
 def trainer(tmp_path):
-    return L.Trainer(
-        accelerator="cpu",
-        max_epochs=2,
-        default_root_dir=tmp_path,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    return trainer_of(epochs=2, default_root_dir=tmp_path)
 
 
 def classifier(**arguments):

@@ -1,6 +1,5 @@
 from functools import partial
 
-import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -9,6 +8,7 @@ from torch import nn
 
 from lightning_egeria.demos.segmentation import VOID, CamVidData, ImageSegmenter
 from lightning_egeria.errors import ArgumentError, TrainingDataError
+from support.models import trainer_of
 
 HEIGHT, WIDTH, COUNTS = 6, 8, {"train": 23, "val": 5}
 
@@ -93,14 +93,7 @@ class Net(nn.Module):
 def test_pixels_without_a_label_do_not_count(mosaics):
     data = CamVidData(str(mosaics), batch_size=5)
     model = ImageSegmenter(Net(), 11, partial(torch.optim.SGD, lr=0.1))
-    trainer = L.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = trainer_of(epochs=1)
     trainer.fit(model, datamodule=data)
     images, masks = next(iter(data.val_dataloader()))
     with torch.no_grad():

@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import lightning as L
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -11,6 +10,7 @@ from torch.utils.data import DataLoader
 from lightning_egeria.demos.intents import padded
 from lightning_egeria.demos.sentences import BertEncoder, SentenceClassifier, SentenceNet, load_bert
 from lightning_egeria.errors import ArgumentError
+from support.models import trainer_of
 
 WIDTH = 8
 
@@ -119,14 +119,6 @@ def test_it_learns(tmp_path):
     net = SentenceNet(encoder(dropout=0.0), 3).train()
     model = SentenceClassifier(net, 3, partial(torch.optim.AdamW, lr=0.02), weights=str(path))
     loader = DataLoader(samples, batch_size=8, collate_fn=padded)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        max_epochs=3,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-    )
+    trainer = trainer_of(epochs=3, default_root_dir=tmp_path)
     trainer.fit(model, loader, loader)
     assert trainer.callback_metrics["val/acc"] == 1

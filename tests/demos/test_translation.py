@@ -1,13 +1,13 @@
 import gzip
 from functools import partial
 
-import lightning as L
 import pytest
 import torch
 
 from lightning_egeria import KnowledgeGuidedFreezing, ScriptedPolicy
 from lightning_egeria.demos.translation import BEGIN, END, PAD, TranslationData, TranslationTransformer, Translator
 from lightning_egeria.errors import ArgumentError, TrainingDataError
+from support.demos import trainer_for
 
 PAIRS = [("A man.", "Ein Mann."), ("A dog and a man.", "Ein Hund und ein Mann."), ("A dog.", "Ein Hund.")] * 8
 
@@ -72,17 +72,7 @@ def fit(root, epochs, *callbacks, words=20):
     torch.manual_seed(0)
     net = TranslationTransformer(20, words, width=32, layers=2, heads=2, dropout=0.0)
     model = Translator(net, partial(torch.optim.AdamW, lr=3e-3), longest=10)
-    trainer = L.Trainer(
-        max_epochs=epochs,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        check_val_every_n_epoch=epochs,
-        callbacks=list(callbacks),
-    )
+    trainer = trainer_for(epochs, *callbacks)
     trainer.fit(model, datamodule=TranslationData(str(root), batch_size=8))
     return trainer.callback_metrics
 

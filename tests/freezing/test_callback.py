@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_egeria import FreezingPolicy, KnowledgeGuidedFreezing, ScriptedPolicy, SlopePolicy
 from lightning_egeria.errors import ArgumentError, LayerChainError
-from support.freezing.callback_runs import At, HandWritten, Module, Observing, fit, freezing, module
-from support.models import ConvNet, equal
+from support.freezing.callback_runs import HandWritten, Module, Observing, fit, freezing, module
+from support.models import After, ConvNet, equal
 
 
 @pytest.mark.parametrize(("optimizer", "evaluations", "told"), [("adamw", 0, 1), ("sgd", 9, 0)])
@@ -74,7 +74,7 @@ def test_a_frozen_prefix_has_no_gradient_and_stands_still():
         seen["looked"] = True
 
     # The callback stands first: what it froze after step 6 is what `before` sees.
-    fit(module(), freezing(ScriptedPolicy({6: 2})), At(6, before), At(14, after))
+    fit(module(), freezing(ScriptedPolicy({6: 2})), After(before, 6), After(after, 14))
 
     assert seen["looked"]
 
@@ -87,8 +87,8 @@ def test_after_unfreezing_and_after_fit_everything_learns():
     fit(
         net,
         callback,
-        At(8, lambda _, m: seen.update(weight=m.some_name.stem[0].weight.clone())),
-        At(12, lambda _, m: seen.update(after=m.some_name.stem[0].weight.clone())),
+        After(lambda _, m: seen.update(weight=m.some_name.stem[0].weight.clone()), 8),
+        After(lambda _, m: seen.update(after=m.some_name.stem[0].weight.clone()), 12),
     )
 
     assert [(event.step, event.kind, event.depth) for event in callback.events] == [
@@ -152,7 +152,7 @@ def test_the_evaluation_interval_follows_the_length_of_the_run():
     for epochs in (2, 100):
         callback = freezing(Observing(bootstrap=False))
         net = module()
-        fit(net, callback, At(2, lambda trainer, _: setattr(trainer, "should_stop", True)), epochs=epochs)
+        fit(net, callback, After(lambda trainer, _: setattr(trainer, "should_stop", True), 2), epochs=epochs)
         every[epochs] = callback.comparison.evaluate_every_n_steps
     assert every == {2: 8, 100: 10}  # 5 steps an epoch: 10 and 500 steps in all, 50 evaluations
 
@@ -225,7 +225,7 @@ def test_modes_are_asserted_again_when_the_user_calls_train():
     fit(
         Trains(),
         freezing(ScriptedPolicy({2: 1})),
-        At(7, lambda _, m: seen.append((m.some_name.stem[1].training, m.some_name.deep[1].training))),
+        After(lambda _, m: seen.append((m.some_name.stem[1].training, m.some_name.deep[1].training)), 7),
     )
     assert seen == [(False, True)]
 

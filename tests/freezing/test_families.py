@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_egeria import KnowledgeGuidedFreezing
 from lightning_egeria.core.training.freezer import Decision
-from support.models import slow
+from support.models import slow, trainer_of
 
 
 def freezing(policy, **arguments):
@@ -108,15 +108,7 @@ class ByHand(L.Callback):
 
 def fit(net, loss, batches, *callbacks):
     module = Module(net, loss)
-    trainer = L.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        callbacks=list(callbacks),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = trainer_of(*callbacks, epochs=1)
     L.seed_everything(3, verbose=False)
     trainer.fit(module, DataLoader(batches * 4, batch_size=None))
     return module

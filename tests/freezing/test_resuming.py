@@ -10,7 +10,8 @@ from torch import nn
 
 from lightning_egeria import FreezingPolicy, ScriptedPolicy
 from lightning_egeria.errors import ArgumentError, CheckpointError, LayerChainError
-from support.freezing.callback_runs import At, fit, freezing, module
+from support.freezing.callback_runs import fit, freezing, module
+from support.models import After
 
 
 @pytest.mark.parametrize("depth_at_save", [0, 2])
@@ -22,7 +23,7 @@ def test_resumes_where_the_checkpoint_was_taken(tmp_path, depth_at_save):
     fit(
         parts,
         freezing(ScriptedPolicy(script)),
-        At(10, lambda trainer, _: trainer.save_checkpoint(path)),
+        After(lambda trainer, _: trainer.save_checkpoint(path), 10),
         epochs=2,
     )
     assert torch.load(path, weights_only=True)["global_step"] == 10
@@ -30,7 +31,7 @@ def test_resumes_where_the_checkpoint_was_taken(tmp_path, depth_at_save):
     resumed = module()
     callback = freezing(ScriptedPolicy(script))
     seen = {}
-    fit(resumed, callback, At(11, lambda _, __: seen.update(depth=callback.freezer.prefix.depth)), ckpt_path=path)
+    fit(resumed, callback, After(lambda _, __: seen.update(depth=callback.freezer.prefix.depth), 11), ckpt_path=path)
 
     assert seen["depth"] == depth_at_save
     assert [event.depth for event in callback.events] == [2, 1]

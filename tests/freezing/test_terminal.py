@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from lightning_egeria import KnowledgeGuidedFreezing, ScriptedPolicy
 from lightning_egeria.core.training.notices import log_line
+from support.models import trainer_of
 
 WIDTH = 80
 
@@ -84,15 +85,8 @@ def test_the_bar_draws_over_nothing():
     loader = DataLoader(TensorDataset(torch.randn(48, 8), torch.randint(2, (48,))), batch_size=8)
     with terminal() as output:
         bar = RichProgressBar(console_kwargs={"force_terminal": True, "width": WIDTH, "file": output})
-        trainer = L.Trainer(
-            max_epochs=2,
-            accelerator="cpu",
-            logger=False,
-            enable_checkpointing=False,
-            enable_model_summary=False,
-            callbacks=[bar, KnowledgeGuidedFreezing(ScriptedPolicy({2: 1, 9: 2}), background=False)],
-        )
-        trainer.fit(Module(), loader)
+        freezing = KnowledgeGuidedFreezing(ScriptedPolicy({2: 1, 9: 2}), background=False)
+        trainer_of(bar, freezing, epochs=2, enable_progress_bar=True).fit(Module(), loader)
 
     lines = screen(output.getvalue())
     assert all(len(line) <= WIDTH for line in lines)

@@ -24,6 +24,7 @@ from lightning_egeria import (
 )
 from lightning_egeria.report import RunRecord
 from lightning_egeria.report.drawing import figures_of
+from support.models import trainer_of
 from support.ranks import EXCHANGE_TIMEOUT, all_well, in_ranks
 
 
@@ -49,15 +50,7 @@ def loader():
 
 
 def fit(*callbacks, module=None, data=None, epochs=4, **arguments):
-    arguments = {"logger": False, "enable_progress_bar": False} | arguments
-    trainer = L.Trainer(
-        max_epochs=epochs,
-        accelerator="cpu",
-        callbacks=list(callbacks),
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        **arguments,
-    )
+    trainer = trainer_of(*callbacks, epochs=epochs, **{"num_sanity_val_steps": 2, **arguments})
     if data is not None:
         trainer.fit(module or Module(), datamodule=data)
     else:

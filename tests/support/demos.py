@@ -3,11 +3,11 @@
 import json
 from functools import partial
 
-import lightning as L
 import torch
 
 from lightning_egeria.demos.question_answering import AnswerFinder, Encoder, QuestionAnswerer
 from lightning_egeria.demos.squad import SquadData
+from support.models import trainer_of
 
 PLACES = {"Anna": "Rome", "Bert": "Oslo", "Carl": "Lima", "Dora": "Bonn"}
 
@@ -36,17 +36,7 @@ def encoder():
 
 
 def trainer_for(epochs, *callbacks):
-    return L.Trainer(
-        max_epochs=epochs,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        check_val_every_n_epoch=epochs,
-        callbacks=list(callbacks),
-    )
+    return trainer_of(*callbacks, epochs=epochs, check_val_every_n_epoch=epochs)
 
 
 def fit(model, root, epochs, *callbacks):

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_egeria import KnowledgeGuidedFreezing, ScriptedPolicy
+from support.models import trainer_of
 
 
 class Blocks(L.LightningModule):
@@ -66,16 +67,7 @@ def scripted(schedule, **arguments):
 
 def run(module, *callbacks, data=None, epochs=4, ckpt_path=None, validation=None, **arguments):
     """Train; returns what was said about freezing."""
-    arguments = {"accelerator": "cpu", "devices": 1, "enable_checkpointing": False, **arguments}
-    trainer = L.Trainer(
-        max_epochs=epochs,
-        callbacks=list(callbacks),
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        **arguments,
-    )
+    trainer = trainer_of(*callbacks, epochs=epochs, **{"devices": 1, **arguments})
     L.seed_everything(1, verbose=False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -5,7 +5,7 @@ import torch
 
 from lightning_egeria import PrefixFreezing
 from lightning_egeria.core.training.fit_state import FitState
-from support.models import Classifier, equal, fit, images, loader
+from support.models import Classifier, equal, fit, images, loader, trainer_of
 
 
 class Returns(L.Callback):
@@ -69,16 +69,7 @@ class Notes(L.Callback):
 
 def test_what_a_module_and_a_data_module_hold_returns_too():
     notes = Notes()
-    trainer = L.Trainer(
-        accelerator="cpu",
-        max_epochs=1,
-        callbacks=[Returns(), notes],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(Holds(), datamodule=Counted())
+    trainer_of(Returns(), notes, epochs=1).fit(Holds(), datamodule=Counted())
     assert notes.noted[4] != notes.noted[6]
     assert notes.noted[7:9] == notes.noted[4:6]
 

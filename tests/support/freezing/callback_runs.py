@@ -3,10 +3,9 @@
 import lightning as L
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_egeria import KnowledgeGuidedFreezing, SlopePolicy
-from support.models import After, ConvNet
+from support.models import ConvNet, images, loader, trainer_of
 
 
 class Module(L.LightningModule):
@@ -30,28 +29,11 @@ class Module(L.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=4)]
 
 
-def loader(samples=40, batch_size=8):
-    generator = torch.Generator().manual_seed(1)
-    images = torch.randn(samples, 1, 8, 8, generator=generator)
-    return DataLoader(TensorDataset(images, torch.arange(samples) % 3), batch_size=batch_size)
-
-
 def fit(module, *callbacks, epochs=4, data=None, ckpt_path=None, **arguments):
-    arguments = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, **arguments}
-    arguments.setdefault("enable_checkpointing", False)
-    trainer = L.Trainer(
-        max_epochs=epochs, callbacks=list(callbacks), enable_model_summary=False, num_sanity_val_steps=0, **arguments
-    )
+    trainer = trainer_of(*callbacks, epochs=epochs, **arguments)
     L.seed_everything(3, verbose=False)
-    trainer.fit(module, loader() if data is None else data, loader(16), ckpt_path=ckpt_path)
+    trainer.fit(module, loader() if data is None else data, loader(images(16)), ckpt_path=ckpt_path)
     return trainer
-
-
-class At(After):
-    """Call `look(trainer, module)` after one optimizer step."""
-
-    def __init__(self, step, look):
-        super().__init__(look, step)
 
 
 def module(**arguments):

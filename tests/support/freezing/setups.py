@@ -10,9 +10,9 @@ import torch
 import torchmetrics
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_egeria import FreezingPolicy, KnowledgeGuidedFreezing
+from support import models
 from support.models import ConvNet, ManualSteps, fit
 
 
@@ -68,9 +68,7 @@ def freezing(policy, **arguments):
 
 
 def loader(samples=40, batch_size=8):
-    generator = torch.Generator().manual_seed(1)
-    images = torch.randn(samples, 1, 8, 8, generator=generator)
-    return DataLoader(TensorDataset(images, torch.arange(samples) % 3), batch_size=batch_size)
+    return models.loader(models.images(samples), batch_size)
 
 
 def new(kind=Module, **arguments):
