@@ -24,12 +24,6 @@ def home(tmp_path, monkeypatch):
     return Home(tmp_path / "home")
 
 
-@pytest.fixture
-def history(home):
-    with home.history() as history:
-        yield history
-
-
 def add(home, history, command, after=(), **keys):
     keys = {"entry.command": json.dumps(command), **keys}
     (id,) = submitted(home, described(home.path.parent, **keys), history, after)

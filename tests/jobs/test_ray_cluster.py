@@ -160,17 +160,6 @@ def running(monkeypatch):
         nodes.stop()
 
 
-@pytest.fixture
-def home(tmp_path):
-    return Home(tmp_path / "home")
-
-
-@pytest.fixture
-def history(home):
-    with home.history() as history:
-        yield history
-
-
 def nodes_of(address):
     with contextlib.suppress(QueueError):
         return RayCluster(address).nodes()

@@ -14,7 +14,6 @@ import torch
 
 from lightning_egeria.errors import QueueError
 from lightning_egeria.jobs.backends import backend
-from lightning_egeria.jobs.home import Home
 from lightning_egeria.jobs.jobfolders import State
 from lightning_egeria.jobs.submission import cancel, refresh, resume, submit
 from support.jobs import stopped
@@ -51,17 +50,6 @@ def kill(pattern, how="-f"):
     for pid in found:
         os.kill(pid, signal.SIGKILL)
     until(lambda: not pids(pattern, how), 20)
-
-
-@pytest.fixture
-def home(tmp_path):
-    return Home(tmp_path / "home")
-
-
-@pytest.fixture
-def history(home):
-    with home.history() as history:
-        yield history
 
 
 def add(home, history, command, after=(), **keys):
