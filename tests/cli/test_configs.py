@@ -89,7 +89,6 @@ def test_nothing_freezes_without_the_callback(configure):
 def test_wrappers_of_the_data_stand_in_their_order(configure):
     config = configure("goodput=adaptive", "cache=disk", "selecting=queue", "goodput.max_batch_size=200")
     check(config)
-    assert WRAPPERS == ("goodput", "cache", "selecting")
     outermost = data_of(config)  # all at once: which may train together is known in `fit`
     assert isinstance(outermost, SelectiveBackprop)
     outer = outermost.datamodule

@@ -86,7 +86,7 @@ def test_the_public_class_of_a_method_has_its_declaration_and_its_option(name):
 
 
 def test_data_modules_nest_in_this_order():
-    assert WRAPPERS == ("goodput", "cache", "selecting")
+    assert [name for name in WRAPPERS if name in ("cache", "goodput", "selecting")] == ["goodput", "cache", "selecting"]
     assert set(WRAPPERS) < set(CONFIGURABLE)
 
 
