@@ -37,7 +37,7 @@ _MOST_LINES = 2**20
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     _takes_home(parser, None)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(metavar="COMMAND")
 
     def command(name: str, run: Callable[..., int], text: str, example: str, ids: str = "") -> Any:
         about: dict[str, Any] = {
@@ -50,7 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         _takes_home(added, argparse.SUPPRESS)  # or its default would replace what stands in front of the command
         added.set_defaults(run=lambda options: _with_home(run, options))
         if ids:
-            added.add_argument("id" if ids == "1" else "ids", type=int, nargs=None if ids == "1" else "+", metavar="ID")
+            added.add_argument("id" if ids == "1" else "ids", type=_id, nargs=None if ids == "1" else "+", metavar="ID")
         return added
 
     handing = command("submit", _submit, "compile jobs and hand them over", "job.yaml --set resources.devices=2")
@@ -67,7 +67,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"of the queue, from now on: {', '.join(LIVE)}; default: as before, first backfill",
     )
-    handing.add_argument("--after", type=int, nargs="+", default=[], metavar="ID", help="run when these jobs are done")
+    handing.add_argument("--after", type=_id, nargs="+", default=[], metavar="ID", help="run when these jobs are done")
     handing.add_argument("--dry-run", action="store_true", help="only write run directories, and say what would run")
     takes_json(handing)
     listing = command("ps", _ps, "list the jobs that have not ended, and the latest that have", "-n 50 --json")
@@ -100,6 +100,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def _takes_home(parser: argparse.ArgumentParser, default: str | None) -> None:
     text = f"folder of jobs; default: {VARIABLE}, or egeria in the user's folder for data"
     parser.add_argument("--home", type=Path, default=default, help=text)
+
+
+def _id(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        message = f"expected the number of a job, as `egeria jobs ps` lists them, got {text!r:.40}"
+        raise argparse.ArgumentTypeError(message) from None
 
 
 def _with_home(run: Callable[..., int], options: argparse.Namespace) -> int:

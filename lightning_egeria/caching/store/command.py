@@ -22,7 +22,7 @@ DAY_S = 86400
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(metavar="COMMAND")
 
     def command(name: str, run: Callable[..., int], text: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=text, description=f"{text[:1].upper()}{text[1:]}.")
