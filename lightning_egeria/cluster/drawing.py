@@ -48,11 +48,12 @@ def completion_times(records: Sequence[Record]) -> Figure:
     """Draw the share of jobs that have ended within a time after their submission, five policies in a panel."""
     figure, panels = _panels(records)
     for axes, shown in panels:
-        for record, color in zip(shown, _COLORS, strict=False):
+        for row, (record, color) in enumerate(zip(shown, _COLORS, strict=False)):
             times = sorted(record.completion_times.values())
             label = f"{record.policy}, {record.average_completion_s:.0f} s on average"
             shares = np.arange(len(times) + 1) / len(times)
-            axes.step([0, *(time / 60 for time in times)], shares, where="post", color=color, label=label)
+            style = {"color": color, "label": label, "linewidth": 1.5 + 1.5 * (len(shown) - 1 - row)}
+            axes.step([0, *(time / 60 for time in times)], shares, where="post", **style)  # those below are wider
         axes.set_ylabel("share of jobs")
         axes.legend(**_BESIDE)
     axes.set_xlabel("minutes from submission to end")
@@ -68,6 +69,7 @@ def utilisation(records: Sequence[Record]) -> Figure:
         used = [interval.devices / sum(record.nodes) for interval in record.intervals]
         axes.fill_between(hours, used, step="post", color=_COLORS[0], alpha=0.6, linewidth=0)
         axes.set_ylim(0, 1.02)
+        axes.set_yticks([0, 0.5, 1])
         axes.set_title(f"{record.policy}, {record.utilisation:.0%} on average", fontsize=9, loc="left")
     figure.supylabel("share of devices in use", fontsize=10)
     panels[-1].set_xlabel("hours")
