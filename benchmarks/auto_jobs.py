@@ -2,7 +2,7 @@
 
 One trains from scratch with a learning rate that falls in steps, one fine-tunes pre-trained weights, one trains on two
 processes, and one is tiny. Printed are what `auto` chose and why, and of both runs the
-seconds of training and the final metric. Jobs run one after the other. Methods that are on also decide anew what they
+seconds of training and the final metric. Jobs run one after the other. Methods that are on also decide again what they
 cost, so run it on a machine with nothing else to do.
 
     python benchmarks/auto_jobs.py --data FOLDER            # CIFAR-10 and Imagenette, as for `make bench`

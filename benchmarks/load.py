@@ -1,7 +1,7 @@
 """Does it stand a load? Many processes on one store, ten million samples in its index, a thousand layer modules.
 
 Printed are entries read and written per second by 1, 8 and 64 processes at the same time, each half reading and half
-writing in random places of one store, every entry compared with what was written; what a store of so many samples
+writing in random places of one store, every entry compared with what was written; what a store of that many samples
 costs to make, to open and to look through; and what the first step under the callback, which finds the layer chain, and
 the steps after it take longer than the same steps without, for chains of 10, 100 and 1,000 layer modules: medians over
 rounds in which each length has its turn.
@@ -69,7 +69,7 @@ def use(folder: Path, seed: int, together: Any, results: Any) -> None:
 
 
 def concurrent(processes: list[int]) -> None:
-    """So many at the same time."""
+    """Several processes at the same time."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["lightning", "lightning_egeria.caching.store.store"])
     print(f"| processes | entries of {ENTRY_BYTES >> 10} kB written and read /s | misses | wrong |")
@@ -91,7 +91,7 @@ def concurrent(processes: list[int]) -> None:
 
 
 def index(samples: int) -> None:
-    """A store of so many small entries, of which a few thousand are there."""
+    """A store for a number of small entries, of which a few thousand are there."""
     with tempfile.TemporaryDirectory() as parent:
         folder, began = Path(parent) / "store", time.perf_counter()
         store = ActivationStore.create(folder, manifest(folder, samples, 1024))

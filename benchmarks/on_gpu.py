@@ -1,6 +1,6 @@
 """How long do whole fits of a workload of the proof take on a GPU, validation included?
 
-The methods take turns, seed by seed, in one process, after a short run that nobody counts. Printed are, for each run,
+The methods take turns, seed by seed, in one process, after a short run that does not count. Printed are, for each run,
 the metric of the last validation, the seconds of `Trainer.fit` and their share of the plain run's with the same seed,
 and then the mean over the seeds. ``shortened`` is the plain run made as short as the cached one took. Give it behind
 both.

@@ -4,7 +4,7 @@
   whole one, in one process. Cuts take turns; medians are printed.
 * ``--link 1gbit``: median step of two ranks on a link of that rate, for plain DDP and for each form, in turns. Needs
   Linux, root, ``ip`` and ``tc``; ``--link 0`` uses the loopback device.
-* ``--straggler 1 2``: the same, with rank 1 slowed by so many milliseconds of sleep in forward and backward of each
+* ``--straggler 1 2``: the same, with rank 1 slowed by 1 and by 2 milliseconds of sleep in forward and backward of each
   layer module, with plain DDP and with ``depths="weighted"``, beside the step without sleep.
 
     python benchmarks/partial_backprop.py [--link 1gbit] [--straggler MS ...] [--rounds 5] [--steps 40] [--width 256]

@@ -4,7 +4,7 @@
 
 The cost of an epoch is a share of a plain one. It should be the measured time of its scoring forwards plus the share of
 the samples that it trained: what is over is selection itself. Variants alternate; medians over the rounds are shown.
-With ``--frozen`` so many layer modules are frozen and cached in all runs, also in the plain ones. Then a batch is read
+With ``--frozen N``, N layer modules are frozen and cached in all runs, also in the plain ones. Then a batch is read
 from the cache to score it, which the last column counts as well.
 """
 

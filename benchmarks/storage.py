@@ -134,7 +134,7 @@ class Lmdb(Store):
     name, library = "LMDB", "lmdb"
 
     def open(self) -> None:
-        # An entry of 4096 bytes takes two pages, as it has a header. No `sync`, as nobody else waits for the disk.
+        # An entry of 4096 bytes takes two pages, as it has a header. No `sync`, as no other program waits for the disk.
         size = 4 * self.entries * self.entry_bytes + (64 << 20)
         lmdb = importlib.import_module("lmdb")
         self.environment = lmdb.open(str(self.folder), map_size=size, readahead=False, sync=False)
@@ -242,7 +242,7 @@ def measure(kinds: list[type[Store]], data: Bytes, rounds: int, root: str | None
             stores.append(kind(folder, counts[kind.name], entry_bytes))
             fill_and_verify(stores[-1], data[: counts[kind.name]], out)
         for number in range(rounds):
-            # In another order each round, so that nobody always finds what the same other one has left behind.
+            # In another order each round, so that no store always finds the caches as the same other store left them.
             for store in random.Random(number).sample(stores, len(stores)):
                 ids = draw(counts[store.name], number)
                 began = time.perf_counter()

@@ -49,9 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             epilog=f"example: {prog} {example}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+        parser.set_defaults(run=lambda options: parser.print_help())  # of a room with commands, if none is named
         room.configure(parser)
         options = parser.parse_args(given[1:])
-        status: int = options.run(options)
+        status: int = options.run(options) or 0
     except EgeriaError as error:
         layer = f"{error.layer}: " if isinstance(error, JobError) else ""
         return _mistake(prog, f"{layer}{error}")

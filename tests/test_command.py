@@ -44,6 +44,13 @@ def test_help_has_an_example_which_the_parser_takes(name, capsys):
     assert callable(parser.parse_args(COMMANDS[name][2].split()).run)
 
 
+@pytest.mark.parametrize("name", ["jobs", "cache"])
+def test_without_a_command_of_its_own_it_prints_its_help(name, capsys):
+    status, printed, errors = shown(capsys, name)
+    assert (status, errors) == (0, "")
+    assert printed == shown(capsys, name, "--help")[1]
+
+
 def test_train_becomes_the_application_of_hydra(monkeypatch):
     monkeypatch.setattr(command.os, "execv", lambda path, arguments: (_ for _ in ()).throw(SystemExit([*arguments])))
     with pytest.raises(SystemExit) as ended:

@@ -3,6 +3,7 @@
 python -m benchmarks.alternatives.tables
 """
 
+import itertools
 import re
 import statistics
 from collections.abc import Mapping, Sequence
@@ -33,7 +34,7 @@ SHORT_TITLES = {
     "linear_probe": "linear probe",
     "lora": "LoRA",
     "lora_third": "LoRA, last third",
-    "lora_third_cached": "the same, cached",
+    "lora_third_cached": "LoRA, last third, cached",
     "half_cached": "half frozen, cached",
     "ours_tuned": "ours",
 }
@@ -141,28 +142,22 @@ def mean_curve(runs: Runs) -> tuple[list[float], list[float]]:
 
 
 def draw(axes: Axes, title: str, shown: Sequence[tuple[str, Runs]]) -> None:
-    """One panel, with a name at the end of each line."""
-    ends = []
+    """One panel. The lowest tenth of the values is cut off where no line ends in it: the ends are what is compared."""
+    curves = []
     for color, (method, runs) in zip(COLORS, shown, strict=False):
         seconds, accuracies = mean_curve(runs)
         ours = method == "ours_tuned"
         color = COLOR_OF_OURS if ours else color
-        axes.plot(seconds, accuracies, color=color, linewidth=2.2 if ours else 1.4, marker="o", markersize=3)
+        style = {"linewidth": 2.2 if ours else 1.4, "marker": "o", "markersize": 3, "label": SHORT_TITLES[method]}
+        axes.plot(seconds, accuracies, color=color, **style)
         half = interval([100 * one["accuracy"] for one in runs.values()])
         if len(runs) > 2:
             axes.errorbar(seconds[-1], accuracies[-1], half, color=color, capsize=2, alpha=0.5)
-        ends.append((accuracies[-1], seconds[-1], SHORT_TITLES[method], color))
-    low, high = axes.get_ylim()
-    height, width = 0.075 * (high - low), 0.3 * axes.get_xlim()[1]
-    placed: list[tuple[float, float]] = []
-    for value, second, name, color in sorted(ends):  # a name that would lie on another one moves up
-        at = value
-        while any(abs(second - x) < width and abs(at - y) < height for x, y in placed):
-            at += height / 4
-        placed.append((second, at))
-        axes.annotate(name, (second, value), (second + 0.05 * width, at), color=color, fontsize=8, va="center")
+        curves.append(accuracies)
+    values = sorted(itertools.chain(*curves))
+    axes.set_ylim(bottom=min(values[len(values) // 10], *(curve[-1] for curve in curves)) - 0.04 * values[-1])
     axes.set_title(title, fontsize=9, loc="left")
-    axes.set_xlim(0, 1.45 * axes.get_xlim()[1])
+    axes.set_xlim(left=0)
     axes.set_xlabel("CPU seconds of the whole fit, one core", fontsize=8)
     axes.set_ylabel("accuracy, %", fontsize=8)
     axes.tick_params(labelsize=8)
@@ -175,9 +170,11 @@ def picture(runs: Mapping[str, Runs]) -> Figure:
         title: [(method, runs[method]) for method in methods if method in runs] for title, methods in PANELS.items()
     }
     panels = {title: shown for title, shown in panels.items() if len(shown) > 1}
-    figure = Figure(figsize=(4.2 * len(panels), 3.2), layout="constrained", facecolor="white")
-    for index, (title, shown) in enumerate(panels.items()):
-        draw(figure.add_subplot(1, len(panels), index + 1), title, shown)
+    figure = Figure(figsize=(4.2 * len(panels), 3.6), layout="constrained", facecolor="white")
+    places = figure.subfigures(1, len(panels), squeeze=False).flat
+    for place, (title, shown) in zip(places, panels.items(), strict=True):
+        draw(place.subplots(), title, shown)
+        place.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)
     return figure
 
 

@@ -250,13 +250,13 @@ def two_cycles(optimizer: Optimizer, total_steps: int, **arguments: Any) -> Sequ
 
 
 def deeper(freezer: Freezer, depth: int) -> Decision | None:
-    """To freeze so many layer modules, as far as the chain allows; None if as many are frozen."""
+    """To freeze to this depth, as far as the chain allows; None if as many layer modules are frozen."""
     depth = min(freezer.chain.max_depth, depth)
     return Decision(depth, "scheduled") if depth > freezer.depth else None
 
 
 def changed(freezer: Freezer, depth: int) -> Decision | None:
-    """To freeze so many layer modules, or to thaw others; None if as many are frozen."""
+    """To freeze or unfreeze to this depth; None if as many layer modules are frozen."""
     return Decision(depth, "scheduled") if depth != freezer.depth else None
 
 

@@ -235,10 +235,10 @@ def kinds_of(workload: str, size: str) -> set[str]:
     return kinds
 
 
-def measure_missing(workload: str, size: str, data: str, anew: bool = False) -> None:
-    """Measure what steps cost of the kinds that were not measured yet, or of all ``anew``."""
+def measure_missing(workload: str, size: str, data: str, again: bool = False) -> None:
+    """Measure what steps cost of the kinds that were not measured yet, or of all ``again``."""
     path, kinds = RESULTS / workload / size / "costs.json", kinds_of(workload, size)
-    known = json.loads(path.read_text()) if path.is_file() and not anew else {"asked": []}
+    known = json.loads(path.read_text()) if path.is_file() and not again else {"asked": []}
     if new := kinds - set(known["asked"]):
         found = measure(workload, size, data, new, rounds=3)
         # What is known stays: a share is one of a full step that was measured shortly before.
@@ -252,9 +252,9 @@ def main() -> None:
     parser.add_argument("workload", choices=WORKLOADS)
     parser.add_argument("--size", default="small")
     parser.add_argument("--data", required=True)
-    parser.add_argument("--anew", action="store_true", help="measure those that are known, too")
+    parser.add_argument("--again", action="store_true", help="measure those that are known, too")
     options = parser.parse_args()
-    measure_missing(options.workload, options.size, options.data, options.anew)
+    measure_missing(options.workload, options.size, options.data, options.again)
 
 
 if __name__ == "__main__":

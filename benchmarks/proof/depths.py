@@ -2,8 +2,8 @@
 
     python -m benchmarks.proof.depths WORKLOAD --data FOLDER [--size small] [--seed 0] [--steps 32] --depths 7 5 3 0
 
-From the state after the first step, so many steps are trained at each depth, and the losses of each are compared with
-those of the last one.
+Each depth trains the same number of steps from the state after the first step. The losses of each depth are compared
+with those of the last one.
 """
 
 import argparse

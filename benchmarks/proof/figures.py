@@ -316,15 +316,17 @@ def _panel(place: SubFigure, title: str, shown: Mapping[str, Sequence[Run]]) -> 
         above, below = place.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     else:
         above = below = place.subplots()
-    others = iter(OTHER_COLORS)
+    # A method has one colour in this panel, whichever others were run.
+    others = dict(zip((method for method in PANELS[title] if method not in COLORS), OTHER_COLORS, strict=False))
     for method, runs in shown.items():
-        color = COLORS.get(method) or next(others)
+        color = COLORS.get(method) or others[method]
         _draw_metric(above, runs, color, TITLES[method])
         if freezes:
             _draw_frozen(below, runs, color, 4 if method == "cached" else 1.5)  # seen under the same line without it
     if freezes:
         below.set_ylabel("frozen share")
         below.set_ylim(0, 1.05)
+        below.set_yticks([0, 0.5, 1])
     below.set_xlabel("training time in seconds")
     for axes in (above, below):
         axes.spines[["top", "right"]].set_visible(False)

@@ -72,7 +72,7 @@ def boundary_grams(
 
 
 class Looking(lightning.Callback):
-    """Keeps the Gram matrices of all boundaries, so many times in a run.
+    """Keeps the Gram matrices of all boundaries, a number of times in a run.
 
     Args:
         freezing: knows the layer modules.

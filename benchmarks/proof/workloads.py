@@ -10,7 +10,7 @@ RESULTS = Path(__file__).parent / "results"
 SHORT = ("plain", "freezing", "cached", "shortened")
 # Shares of the layer modules that are frozen from the first step on; the last one and what follows always learn.
 FIXED = {"half": 0.5, "deep": 0.75, "probe": 1.0}
-# So many layer modules are frozen after the first step, or after a percentage of the run, with the cache or without:
+# A number of layer modules is frozen after the first step, or after a percentage of the run, with the cache or without:
 # the grid of the best fixed depth.
 FROZEN = re.compile(r"frozen(?P<depth>\d+)(_from(?P<percent>\d+))?(?P<cached>_cached)?")
 # First the head alone, then everything (LP-FT); or one part more in each epoch, from the end (ULMFiT).

@@ -91,7 +91,7 @@ class IterationCost:
 
 @dataclasses.dataclass(frozen=True)
 class IterationJob:
-    """A job that ends after so many iterations.
+    """A job that ends after a number of iterations.
 
     Attributes:
         name: unique among the jobs.

@@ -90,7 +90,7 @@ def plan_round(jobs: Sequence[IterationJob], progress: dict[str, Progress], devi
 
 
 def _gang(size: int, need: float, busy: Sequence[float], memory: Sequence[float]) -> list[int] | None:
-    """Return the devices that are free first and have the memory; None if there are not so many."""
+    """Return the devices that are free first and have the memory; None if there are too few."""
     room = [device for device in range(len(busy)) if memory[device] + need <= 1 + _ROUNDING]
     return sorted(room, key=busy.__getitem__)[:size] if len(room) >= size else None
 

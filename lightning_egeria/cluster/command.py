@@ -30,10 +30,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "workload", nargs="?", type=Path, help="CSV: name,time,application,num_replicas,batch_size; see --example"
     )
-    parser.add_argument("--policy", nargs="+", choices=sorted(POLICIES), default=["pollux"], help="default: pollux")
-    parser.add_argument("--traces", type=Path, help="default: traces/ beside the workload, or one folder above")
-    parser.add_argument("--nodes", type=whole_number(1, 100_000), metavar="N", default=16, help="default: 16")
-    parser.add_argument("--devices", type=whole_number(1, 1000), metavar="N", default=4, help="of a node; default: 4")
+    names = sorted(POLICIES)
+    parser.add_argument(
+        "--policy",
+        nargs="+",
+        choices=names,
+        default=["pollux"],
+        metavar="NAME",
+        help=f"{', '.join(names)}; default: pollux",
+    )
+    parser.add_argument(
+        "--traces", type=Path, help="folder of traces; default: traces/ beside the workload, or one folder above"
+    )
+    parser.add_argument(
+        "--nodes", type=whole_number(1, 100_000), metavar="N", default=16, help="number of nodes; default: 16"
+    )
+    parser.add_argument(
+        "--devices", type=whole_number(1, 1000), metavar="N", default=4, help="devices of a node; default: 4"
+    )
     parser.add_argument(
         "--interval", type=float, metavar="N", default=60, help="seconds between two decisions; default: 60"
     )
@@ -41,9 +55,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     takes_json(parser, "for each policy, and draw nothing")
     parser.add_argument("--example", type=Path, metavar="FOLDER", help="only write a small workload and its traces")
     parser.add_argument(
-        "--jobs", type=whole_number(1, 1_000_000), metavar="N", default=40, help="of the example; default: 40"
+        "--jobs", type=whole_number(1, 1_000_000), metavar="N", default=40, help="jobs of the example; default: 40"
     )
-    parser.add_argument("--seed", type=whole_number(), metavar="N", default=0, help="of the example; default: 0")
+    parser.add_argument("--seed", type=whole_number(), metavar="N", default=0, help="seed of the example; default: 0")
     parser.set_defaults(run=_run)
 
 

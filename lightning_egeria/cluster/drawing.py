@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import matplotlib as mpl
 import numpy as np
@@ -14,7 +15,9 @@ from matplotlib.ticker import MaxNLocator
 from lightning_egeria.cluster.records import Record
 
 _WIDTH, _HEIGHT = 8.0, 3.2  # inches
-_COLORS = ("#2b6cb0", "#c05621", "#2f855a", "#d53f8c", "#4a4a4a")  # of the policies in one panel
+_T = TypeVar("_T")
+_LABEL = 28  # characters in a row
+_COLORS = ("#2b6cb0", "#c05621", "#2f855a", "#d53f8c", "#4a4a4a")  # of the lines in one panel
 _HOUR_S = 3600
 _FREE = -1
 _BESIDE: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0), "fontsize": 8, "frameon": False}
@@ -45,14 +48,21 @@ def devices(record: Record) -> Figure:
 
 
 def completion_times(records: Sequence[Record]) -> Figure:
-    """Draw the share of jobs that have ended within a time after their submission, five policies in a panel."""
-    figure, panels = _panels(records)
+    """Draw the share of jobs that have ended within a time after their submission, five lines in a panel.
+
+    Policies under which all jobs take the same time share a line.
+    """
+    alike: dict[tuple[float, ...], list[Record]] = {}
+    for record in records:
+        alike.setdefault(tuple(sorted(record.completion_times.values())), []).append(record)
+    figure, panels = _panels(list(alike.items()))
     for axes, shown in panels:
-        for record, color in zip(shown, _COLORS, strict=False):
-            times = sorted(record.completion_times.values())
-            label = f"{record.policy}, {record.average_completion_s:.0f} s on average"
+        for (times, those), color in zip(shown, _COLORS, strict=False):
+            names = ", ".join(record.policy for record in those)
+            label = f"{names}: {those[0].average_completion_s:.0f} s on average"
             shares = np.arange(len(times) + 1) / len(times)
-            axes.step([0, *(time / 60 for time in times)], shares, where="post", color=color, label=label)
+            minutes = [0, *(time / 60 for time in times)]
+            axes.step(minutes, shares, where="post", color=color, label=textwrap.fill(label, _LABEL))
         axes.set_ylabel("share of jobs")
         axes.legend(**_BESIDE)
     axes.set_xlabel("minutes from submission to end")
@@ -68,15 +78,16 @@ def utilisation(records: Sequence[Record]) -> Figure:
         used = [interval.devices / sum(record.nodes) for interval in record.intervals]
         axes.fill_between(hours, used, step="post", color=_COLORS[0], alpha=0.6, linewidth=0)
         axes.set_ylim(0, 1.02)
+        axes.set_yticks([0, 0.5, 1])
         axes.set_title(f"{record.policy}, {record.utilisation:.0%} on average", fontsize=9, loc="left")
     figure.supylabel("share of devices in use", fontsize=10)
     panels[-1].set_xlabel("hours")
     return figure
 
 
-def _panels(records: Sequence[Record]) -> tuple[Figure, list[tuple[Axes, Sequence[Record]]]]:
-    """Return panels of at most five policies, one above the other."""
-    groups = [records[place : place + len(_COLORS)] for place in range(0, len(records), len(_COLORS))]
+def _panels(lines: Sequence[_T]) -> tuple[Figure, list[tuple[Axes, Sequence[_T]]]]:
+    """Return panels of at most five lines, one above the other."""
+    groups = [lines[place : place + len(_COLORS)] for place in range(0, len(lines), len(_COLORS))]
     figure = Figure(figsize=(_WIDTH, _HEIGHT * (0.3 + 0.7 * len(groups))), layout="constrained")
     axes = figure.subplots(len(groups), 1, sharex=True, squeeze=False)[:, 0]
     for one in axes:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Concatenate, ParamSpec, TypeVar, get_args
 
-from lightning_egeria.errors import ArgumentError, CheckpointError, check_integers
+from lightning_egeria.errors import ArgumentError, CheckpointError, check_integers, near_match
 from lightning_egeria.freezing.policy import FreezingPolicy, Policy
 from lightning_egeria.freezing.reference import Precision
 from lightning_egeria.freezing.scripted import ScriptedPolicy
@@ -21,7 +22,7 @@ _Parameters = ParamSpec("_Parameters")
 def explain_arguments_of_policies(
     init: Callable[Concatenate[_Self, _Parameters], None],
 ) -> Callable[Concatenate[_Self, _Parameters], None]:
-    """Decorate ``__init__``: an argument that belongs to a policy raises an error that names the policy.
+    """Decorate ``__init__``: an argument that it does not have raises an error that names the policy or a near match.
 
     The signature stays explicit, for LightningCLI, Hydra and editors.
     """
@@ -30,10 +31,10 @@ def explain_arguments_of_policies(
     @functools.wraps(init)
     def checked(self: _Self, /, *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> None:
         owner = type(self).__name__
-        places = {name: _place(owner, name) for name in kwargs if name not in known}
-        texts = [f"{owner} has no argument {name!r}. {place}" for name, place in places.items() if place is not None]
+        hints = {name: _hint(owner, name, known) for name in kwargs if name not in known}
+        texts = [f"{owner} has no argument {name!r}.{hint}" for name, hint in hints.items() if hint]
         if texts:
-            raise ArgumentError(". ".join(texts))
+            raise ArgumentError(" ".join(texts))
         init(self, *args, **kwargs)
 
     return checked
@@ -94,8 +95,12 @@ def policy_for(given: Policy | None, written_with: str | None) -> Policy:
     return policy
 
 
-def _place(owner: str, name: str) -> str | None:
-    for policy in (FreezingPolicy, SlopePolicy, ScriptedPolicy):
-        if name in inspect.signature(policy).parameters:
-            return f"It belongs to the policy: {owner}({policy.__name__}({name}=...))"
-    return None
+def _hint(owner: str, name: str, known: Collection[str]) -> str:
+    policies = (FreezingPolicy, SlopePolicy, ScriptedPolicy)
+    owners = {argument: policy for policy in reversed(policies) for argument in inspect.signature(policy).parameters}
+    if name in owners:
+        return f" It belongs to the policy: {owner}({owners[name].__name__}({name}=...))."
+    near = difflib.get_close_matches(name, [*known, *owners], n=1)
+    if near and near[0] in owners:
+        return f" Did you mean {owner}({owners[near[0]].__name__}({near[0]}=...))?"
+    return near_match(name, known)

@@ -49,9 +49,9 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
             the layer modules at most; 0 freezes nothing and lets a cache serve what you have frozen. None sets no
             limit. The last layer module never freezes.
         max_loss_points: loss of the metric, in points, that you accept for time when weights are pre-trained; at
-            least 0, ``float("inf")`` is as fast as it gets. It sets how deep a trial goes. Without a trial, as
-            much freezes as lost at most this much on the tasks of the proof. This is no guarantee: compare with a run
-            with ``freeze_until=0``.
+            least 0; ``float("inf")`` freezes as deep as possible. It sets how deep a trial goes. Without a trial, the
+            frozen share is the largest one that lost at most this much on the tasks of the proof. This is no
+            guarantee: compare with a run with ``freeze_until=0``.
         evaluate_every_n_steps: optimizer steps between two evaluations; None is a fiftieth of the run, at least 8.
             Plasticity is the change over this interval, so a shorter one needs a lower tolerance.
         evaluation_samples: largest number of samples of a batch to compare; at least 2.

@@ -234,7 +234,7 @@ class DepthTrial:
         points = self._limits.points
         cost = f"at most {points:g} points" if points else "nothing"
         reason = (
-            f"{why}, so no more freezes than cost {cost} on the tasks of the proof. "
+            f"{why}, so the frozen share is the largest one that cost {cost} on the tasks of the proof. "
             "Compare with a run with freeze_until=0"
         )
         if not self._untried:

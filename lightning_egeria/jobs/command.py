@@ -37,7 +37,7 @@ _MOST_LINES = 2**20
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     _takes_home(parser, None)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(metavar="COMMAND")
 
     def command(name: str, run: Callable[..., int], text: str, example: str, ids: str = "") -> Any:
         about: dict[str, Any] = {
@@ -50,24 +50,26 @@ def configure(parser: argparse.ArgumentParser) -> None:
         _takes_home(added, argparse.SUPPRESS)  # or its default would replace what stands in front of the command
         added.set_defaults(run=lambda options: _with_home(run, options))
         if ids:
-            added.add_argument("id" if ids == "1" else "ids", type=int, nargs=None if ids == "1" else "+", metavar="ID")
+            added.add_argument("id" if ids == "1" else "ids", type=_id, nargs=None if ids == "1" else "+", metavar="ID")
         return added
 
-    handing = command("submit", _submit, "compile jobs and hand them over", "job.yaml --set resources.devices=2")
-    handing.add_argument("descriptions", type=Path, nargs="+", metavar="job.yaml")
+    handing = command(
+        "submit", _submit, "check jobs, and hand them to the queue or to Slurm", "job.yaml --set resources.devices=2"
+    )
+    handing.add_argument("descriptions", type=Path, nargs="+", metavar="job.yaml", help="description of a job")
     handing.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="set a key of the description")
     handing.add_argument("-b", "--backend", choices=NAMES, default="local", help="default: local")
     handing.add_argument(
         "--address",
         default="auto",
-        help="of a Ray cluster; default: auto, the one of RAY_ADDRESS or of this machine; if none runs, it is started",
+        help="of a Ray cluster; default: auto, which is RAY_ADDRESS or a Ray on this machine, started if none runs",
     )
     handing.add_argument(
         "--policy",
         metavar="NAME",
-        help=f"of the queue, from now on: {', '.join(LIVE)}; default: as before, first backfill",
+        help=f"policy of the queue from now on: {', '.join(LIVE)}; default: unchanged, at first backfill",
     )
-    handing.add_argument("--after", type=int, nargs="+", default=[], metavar="ID", help="run when these jobs are done")
+    handing.add_argument("--after", type=_id, nargs="+", default=[], metavar="ID", help="run when these jobs are done")
     handing.add_argument("--dry-run", action="store_true", help="only write run directories, and say what would run")
     takes_json(handing)
     listing = command("ps", _ps, "list the jobs that have not ended, and the latest that have", "-n 50 --json")
@@ -78,7 +80,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     showing = command("show", _show, "print all that is known of a job", "4", ids="1")
     takes_json(showing)
     logs = command("logs", _logs, "print the log of a job", "-f 4", ids="1")
-    logs.add_argument("-f", "--follow", action="store_true", help="until the job ends; status 1 if it is not done then")
+    logs.add_argument(
+        "-f", "--follow", action="store_true", help="follow the log until the job ends; status 1 if it is not done then"
+    )
     logs.add_argument("--tail", type=whole_number(0, _MOST_LINES), metavar="LINES", help="only the last lines")
     waiting = command("wait", _wait, "wait until jobs have ended; status 1 if one is not done then", "4 5", ids="+")
     waiting.add_argument("--timeout", type=period, metavar="PERIOD", help="give up after this time, with status 1")
@@ -89,7 +93,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     evicting = command(
         "evict", _evict, "remove environments and run directories that no job has used for some time", "--older-than 7d"
     )
-    evicting.add_argument("--older-than", type=period, default="30d", metavar="PERIOD", help="default: 30d")
+    evicting.add_argument(
+        "--older-than", type=period, default="30d", metavar="PERIOD", help="time without use; default: 30d"
+    )
     takes_json(evicting)
     command("queue", _queue, "be the queue until no job is left, as `submit` starts it in the background", "")
     command("schema", _schema, "print the JSON schema of a description, for editors", "")
@@ -100,6 +106,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def _takes_home(parser: argparse.ArgumentParser, default: str | None) -> None:
     text = f"folder of jobs; default: {VARIABLE}, or egeria in the user's folder for data"
     parser.add_argument("--home", type=Path, default=default, help=text)
+
+
+def _id(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        message = f"expected the number of a job, as `egeria jobs ps` lists them, got {text!r:.40}"
+        raise argparse.ArgumentTypeError(message) from None
 
 
 def _with_home(run: Callable[..., int], options: argparse.Namespace) -> int:

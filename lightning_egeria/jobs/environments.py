@@ -39,7 +39,7 @@ def requirements_in(text: str, pinned: bool) -> list[str]:
 
     Raises:
         CompilationError: for a line that is no plain requirement. Options of pip, addresses and files could carry
-            secrets, or code that nobody pinned.
+            secrets, or code without a fixed version.
 
     >>> requirements_in("torch>=2  # fast\n\nnumpy", pinned=False)
     ['numpy', 'torch>=2']

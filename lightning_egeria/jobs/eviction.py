@@ -1,4 +1,4 @@
-"""Removing environments and run directories that nobody has used for some time. What jobs have written stays."""
+"""Removing environments and run directories that no job has used for some time. The files of jobs stay."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def evict(home: Home, history: History, older_than_s: float) -> Evicted:
     """
     since = time.time() - older_than_s
     removed = []
-    with history.transaction():  # nobody submits meanwhile
+    with history.transaction():  # no job is submitted meanwhile
         needed = history.runs_since(since)
         for place in sorted(home.runs.iterdir()):
             if str(place) not in needed and place.stat().st_mtime < since:

@@ -42,7 +42,7 @@ class Row:
         devices: how many it asks for.
         most_devices: how many it can use; None if it runs on ``devices`` only.
         after: ids of the jobs that must be done first.
-        cost_key: key of what it costs; empty if nobody asks.
+        cost_key: key of its costs; empty if no policy reads them.
         node: name of the machine on which the queue has given it devices; empty while it has none.
         given: number of these devices.
         handle: the name that Slurm or Ray gave it; its devices on this machine.

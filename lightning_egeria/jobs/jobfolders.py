@@ -141,7 +141,7 @@ class JobFolder:
         return submission
 
     def status(self) -> Status:
-        """Return the latest status; that of a job nobody has started yet, if there is none."""
+        """Return the latest status; if there is none, that of a job that has not started."""
         try:
             return _status(files.read_json(self._status, _LARGEST, links=False))
         except FileNotFoundError:
@@ -216,7 +216,7 @@ class JobFolder:
 
     @property
     def asked(self) -> State | None:
-        """How somebody has asked the job to end; None if nobody has."""
+        """How the job was asked to end; None if it was not."""
         with contextlib.suppress(OSError, ValueError):  # there is none; or the machine lost its power, say
             return State(files.read_text(self._asked, _LARGEST, links=False))
         return None

@@ -159,7 +159,7 @@ class Queue:
                     continue
                 with self.history.transaction():
                     if not self._rows():
-                        # Within the transaction: whoever adds a job afterwards finds that there is no queue.
+                        # Within the transaction: a `submit` that adds a job afterwards finds that there is no queue.
                         files.unlock(guard)
                         return
                 time.sleep(max(_POLL_S, time.monotonic() - began))  # at most half of a core

@@ -136,7 +136,7 @@ def _in_markup(value: str) -> set[str]:
 
 
 def looks_secret(name: str, value: str) -> bool:
-    """Return whether an environment variable that nobody has declared looks like a secret.
+    """Return whether an undeclared environment variable looks like a secret.
 
     >>> looks_secret("WANDB_API_KEY", "0123456789"), looks_secret("TERM", "xterm-256color")
     (True, False)

@@ -59,9 +59,9 @@ def write_run_directory(folder: Path, contents: Mapping[str, bytes]) -> Path:
     manifest = (json.dumps(digests, indent=2) + "\n").encode()
     place = folder / hashlib.sha256(manifest).hexdigest()[:16]
     if (place / MANIFEST).is_file():
-        os.utime(place)  # nobody shall evict it now
+        os.utime(place)  # `evict` must not remove it now
         return place
-    # Beside its place first, so that nobody sees a part of it.
+    # Beside its place first, so that no reader finds a part of it.
     beside = folder / f".{place.name}.{os.getpid()}"
     try:
         beside.mkdir(parents=True, mode=0o700)
@@ -183,7 +183,7 @@ def explanation_in(place: Path) -> str:
 
 
 def check_owned(place: Path) -> None:
-    """Check that nobody else could have written to a folder whose content is executed.
+    """Check that no other user could have written to a folder whose content is executed.
 
     Raises:
         ExecutionError: it belongs to another user, or others may write to it.

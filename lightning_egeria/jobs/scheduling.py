@@ -104,7 +104,7 @@ class QueueEntry:
         )
 
     def _seconds_left(self, known: Hints | None) -> float:
-        """Return what the job tells; else its time limit, less what it has run; else as long as can be."""
+        """Return the time that the job reports; else its time limit less its running time; else infinity."""
         if known is not None and known.seconds_left is not None:
             return known.seconds_left
         limit = time_limit_in(self.run) if self.run is not None else None

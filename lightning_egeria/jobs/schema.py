@@ -145,7 +145,7 @@ class Job:
     name: str = dataclasses.field(metadata=key("letters, digits, . _ -", pattern=_NAME))
     entry: Entry = dataclasses.field(metadata=key("what runs"))
     environment: Environment = dataclasses.field(default_factory=Environment, metadata=key("packages and variables"))
-    resources: Resources = dataclasses.field(default_factory=Resources, metadata=key("what it needs"))
+    resources: Resources = dataclasses.field(default_factory=Resources, metadata=key("devices, memory and time"))
     slurm: SlurmOptions = dataclasses.field(default_factory=SlurmOptions, metadata=key("options of sbatch"))
     data: dict[str, DataSet] = dataclasses.field(
         default_factory=dict, metadata=key("data sets by name", keys=r"[a-z][a-z0-9_]*")

@@ -24,8 +24,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--metric", help="logged metric to compare runs by; default: an accuracy")
     takes_json(parser, "for each run, and draw nothing")
     parser.description = (
-        "Draw the freezes, times and metrics of runs: one self-contained report.html, and PNGs. With several runs, the "
-        "others are compared with the first, so name the plain run first."
+        "Draw the freezes, times and metrics of runs: one self-contained report.html,\nand PNGs. "
+        "The other runs are compared with the first one, so name the plain run first."
     )
     parser.set_defaults(run=_report)
 

@@ -151,7 +151,7 @@ def summary_table(records: Sequence[RunRecord], metric: str | None = None) -> Ta
     heads, *rows = summary(records, metric)
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     widest = max(len(row[0]) for row in rows)
-    table.add_column(heads[0], overflow="fold", min_width=min(widest, LONGEST_NAME // 2))
+    table.add_column(heads[0], overflow="fold", min_width=min(widest, LONGEST_NAME // 3))
     for head in heads[1:]:
         table.add_column(Text(printable(head)), justify="right")
     for row in rows:

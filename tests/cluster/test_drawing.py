@@ -1,5 +1,8 @@
 """The pictures show what the record holds."""
 
+import dataclasses
+import itertools
+
 import numpy as np
 import pytest
 
@@ -36,7 +39,18 @@ def test_utilisation_has_a_panel_for_each_record(record):
         assert {y for path in area.get_paths() for y in path.vertices[:, 1]} == used | {0}
 
 
-def test_a_panel_has_at_most_five_policies(record):
+def test_policies_that_take_the_same_time_share_a_line(record):
+    other = dataclasses.replace(record, policy="fcfs")
+    (axes,) = drawing.completion_times([record, other]).axes
+    (line,) = axes.lines
+    assert " ".join(line.get_label().split()).startswith("tiresias, fcfs: ")
+
+
+def test_a_panel_has_at_most_five_lines(record, monkeypatch):
+    slower = itertools.count(1)
+    monkeypatch.setattr(
+        type(record), "completion_times", property(lambda self: dict.fromkeys(record.submitted, 60.0 * next(slower)))
+    )
     figure = drawing.completion_times([record] * 7)
     assert [len(axes.lines) for axes in figure.axes] == [5, 2]
     for axes in figure.axes:

@@ -26,8 +26,21 @@ def test_an_argument_of_a_policy_names_the_policy(policy, name):
         KnowledgeGuidedFreezing(**{name: 1})
     assert str(error.value) == (
         f"KnowledgeGuidedFreezing has no argument {name!r}. It belongs to the policy: "
-        f"KnowledgeGuidedFreezing({policy.__name__}({name}=...))"
+        f"KnowledgeGuidedFreezing({policy.__name__}({name}=...))."
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("tolerence", "KnowledgeGuidedFreezing(FreezingPolicy(tolerance=...))"),
+        ("evaluation_sample", "'evaluation_samples'"),
+    ],
+)
+def test_a_misspelt_argument_has_a_near_match(name, near):
+    with pytest.raises(ArgumentError) as error:
+        KnowledgeGuidedFreezing(**{name: 1})
+    assert str(error.value) == f"KnowledgeGuidedFreezing has no argument {name!r}. Did you mean {near}?"
 
 
 def test_several_are_named_in_one_message():
@@ -61,9 +74,9 @@ def test_a_class_in_the_place_of_a_policy_is_named():
         KnowledgeGuidedFreezing(FreezingPolicy)
 
 
-def test_a_misspelled_argument_is_a_type_error_as_everywhere():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'polcy'"):
-        KnowledgeGuidedFreezing(polcy=None)
+def test_an_argument_like_no_other_is_a_type_error_as_everywhere():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
+        KnowledgeGuidedFreezing(colour=None)
 
 
 def test_the_signature_is_explicit():

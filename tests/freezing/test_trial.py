@@ -270,7 +270,9 @@ def test_it_follows_an_epoch_that_ends_within():
     callback = pretrained()
     fit(Classifier(ConvNet(dropout=0)), callback, data=DataLoader(Unknown(), 8))
     assert history(callback) == [(2, FIRST)]
-    assert "the epoch ended while depths were tried, so no more freezes than" in callback.events[0].reason
+    assert (
+        "the epoch ended while depths were tried, so the frozen share is the largest one" in callback.events[0].reason
+    )
 
 
 def test_an_epoch_too_short_for_it_freezes_what_the_limits_allow():
@@ -278,8 +280,8 @@ def test_an_epoch_too_short_for_it_freezes_what_the_limits_allow():
     fit(Classifier(ConvNet(dropout=0)), callback)
     assert history(callback) == [(2, FIRST)]
     assert callback.events[0].reason == (
-        "trained weights: an epoch of 5 steps is too short to try depths, so no more freezes than cost at most 2 "
-        "points on the tasks of the proof. Compare with a run with freeze_until=0"
+        "trained weights: an epoch of 5 steps is too short to try depths, so the frozen share is the largest one that "
+        "cost at most 2 points on the tasks of the proof. Compare with a run with freeze_until=0"
     )
 
 
@@ -396,7 +398,10 @@ def test_a_run_too_short_for_a_trial_freezes_what_the_limits_allow(monkeypatch, 
     callback = steady(pretrained(points), {0: 0.3, 2: 0.1})
     assert history(callback) == [(2, depth)]
     cost = f"at most {points} points" if points else "nothing"
-    assert f"too short to try depths, so no more freezes than cost {cost} on" in callback.events[-1].reason
+    assert (
+        f"too short to try depths, so the frozen share is the largest one that cost {cost} on"
+        in callback.events[-1].reason
+    )
     assert callback.frontier is None
     assert callback.active_policy.depth == depth
     assert callback.savings().points_lost_in_proof == points

@@ -141,6 +141,15 @@ def test_a_number_of_a_description_has_bounds(jobs, key):
     assert key.partition("=")[0] in errors
 
 
+@pytest.mark.parametrize(
+    "arguments", [("logs", "hello"), ("cancel", "1", "hello"), ("submit", "x", "--after", "hello")]
+)
+def test_a_job_goes_by_its_number(jobs, arguments, capsys):
+    with pytest.raises(SystemExit):
+        jobs(*arguments)
+    assert "expected the number of a job, as `egeria jobs ps` lists them, got 'hello'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("arguments", [("logs", "1", "--tail", 2**63), ("ps", "-n", 2**63)])
 def test_an_option_has_bounds(jobs, arguments, capsys):
     with pytest.raises(SystemExit):

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from lightning_egeria.errors import RecordError
-from lightning_egeria.report.comparison import common_metric, summary_table, times_to_target
+from lightning_egeria.report.comparison import common_metric, summary, summary_table, times_to_target
 from lightning_egeria.report.drawing import accuracy
 from lightning_egeria.report.record import RunRecord
 from support.report import run
@@ -62,6 +62,20 @@ def test_the_table_of_a_terminal_fits_into_80_columns():
     assert all(len(line) <= 80 for line in text.splitlines())
     for word in ("plain", "36.0", "31.0 → 11.0", "2/3", "30.0 s", "15.0 s", "0.8000", "time to 0.8", "15.0 s (2.00x)"):
         assert word in text
+
+
+def test_a_table_of_slow_runs_loses_no_end_of_a_line():
+    records = [run("cache=disk, callbacks=none, max_epochs=2"), run("max_epochs=3")]
+    for record in records:
+        for times in record.steps:
+            times.rest = 2.4
+        for point in record.metrics:
+            point.seconds *= 7
+            point.values = {"val/acc": point.values["val/acc"] + 0.0278}
+    text = printed(records, 80)
+    assert all(len(line) <= 80 for line in text.splitlines())
+    heads, *rows = summary(records)
+    assert all(cell in text for row in (heads, *rows) for cell in row[1:])
 
 
 def test_the_table_of_one_run_has_its_estimate():

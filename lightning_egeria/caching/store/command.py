@@ -22,11 +22,13 @@ DAY_S = 86400
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(metavar="COMMAND")
 
     def command(name: str, run: Callable[..., int], text: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=text, description=f"{text[:1].upper()}{text[1:]}.")
-        added.add_argument("directory", nargs="?", type=Path, metavar="DIR", help="default: that of the user")
+        added.add_argument(
+            "directory", nargs="?", type=Path, metavar="DIR", help="cache directory; default: that of the user"
+        )
         takes_json(added)
         added.set_defaults(run=lambda options: run(options, _directory(options)))
         return added
@@ -34,7 +36,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     command("ls", _list, "list the stores: for which model and data, how large, how full")
     command("verify", _verify, "read every entry and compare it with its checksum; status 1 if one is damaged")
     pruning = command("prune", _prune, "delete the stores that no run has open")
-    pruning.add_argument("--older-than", type=period, default=0, metavar="PERIOD", help="only those unused for so long")
+    pruning.add_argument(
+        "--older-than",
+        type=period,
+        default=0,
+        metavar="PERIOD",
+        help="only stores that no run has used for this long, such as 7d",
+    )
 
 
 def _directory(options: argparse.Namespace) -> CacheDirectory:

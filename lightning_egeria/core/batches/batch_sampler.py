@@ -256,7 +256,7 @@ class MutableBatchSampler:
         return count + self._cuts(samples, size)
 
     def _cuts(self, samples: int, size: int) -> int:
-        """Return the number of batches of one size in so many samples."""
+        """Return the number of batches of one size in a number of samples."""
         whole, rest = divmod(samples, size)
         return whole + (rest >= min(size, self._initial) if self.drop_last else rest > 0)
 

@@ -159,7 +159,7 @@ def layout_of_two(batch: Any, fewer: Any, samples: int) -> Layout:
     """Return the layout of a batch, from one without its first or last sample: a column has one row less there.
 
     Args:
-        batch: of so many samples.
+        batch: of ``samples`` samples.
         fewer: the same without one.
         samples: at least 3.
 

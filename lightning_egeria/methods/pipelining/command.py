@@ -35,9 +35,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory-gb", type=positive_number(), metavar="N", help="memory of a device; default: no limit"
     )
-    parser.add_argument("--group", type=count, metavar="N", default=1, help="forwards in a row (k of kFkB); default: 1")
-    parser.add_argument("--max-width", type=count, metavar="N", help="devices of one stage, at most; default: no limit")
-    parser.add_argument("--out", type=Path, help="folder for plan.json and timelines.png; default: none is written")
+    parser.add_argument(
+        "--group", type=count, metavar="N", default=1, help="forward passes in a row (k of kFkB); default: 1"
+    )
+    parser.add_argument(
+        "--max-width", type=count, metavar="N", help="largest number of devices of a stage; default: no limit"
+    )
+    parser.add_argument("--out", type=Path, help="folder for plan.json and timelines.png; default: nothing is written")
     takes_json(parser, "with the plan, and nothing else")
     parser.set_defaults(run=_plan)
 
