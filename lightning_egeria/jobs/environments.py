@@ -41,12 +41,12 @@ def requirements_in(text: str, pinned: bool) -> list[str]:
         CompilationError: for a line that is no plain requirement. Options of pip, addresses and files could carry
             secrets, or code without a fixed version.
 
-    >>> requirements_in("torch>=2  # fast\n\nnumpy", pinned=False)
-    ['numpy', 'torch>=2']
+    >>> requirements_in("torch\t>=2  # fast\n\nnumpy", pinned=False)
+    ['numpy', 'torch >=2']
     """
     found = []
     for number, line in enumerate(text.splitlines(), start=1):
-        line = re.sub(r"(^|\s)#.*", "", line).strip()
+        line = " ".join(re.sub(r"(^|\s)#.*", "", line).split())  # a tab becomes a space
         if not line:
             continue
         name, versions = re.match(r"([^\s;\[(<>=!~]*)([^;]*)", line).groups()  # type: ignore[union-attr]  # always
