@@ -94,7 +94,9 @@ def explain(error: BaseException, arguments: Sequence[str], importing: bool = Tr
         group, _, option = wanted.rpartition("/")
         if extra is not None:
             return f"{group}={option} is not installed. Run: pip install 'lightning-egeria[{extra}]'"
-        return _no_such_option(group, option, list(error.options or ()))
+        # Hydra names no options for one of a list, as in callbacks=[freezing,partial].
+        own = (path.stem for path in (CONFIG_DIR / group).glob("*.yaml"))
+        return _no_such_option(group, option, list(error.options or sorted(own)))
     if isinstance(causes[-1], ConfigKeyError | ConfigAttributeError) and causes[-1].full_key:
         return _no_such_key(causes[-1], arguments, importing)
     if str(error).startswith("Config group override must be a string"):  # Hydra does not name the override

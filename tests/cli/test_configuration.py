@@ -58,6 +58,10 @@ MISTAKES = [
         ["goodput.max_batch_size: lightning_egeria.AdaptiveBatchSize", "1.5"],
     ),
     ("goodput=adaptive goodput.max_batch_sise=8", ["goodput.max_batch_sise: no such key", "'goodput.max_batch_size'?"]),
+    (
+        "callbacks=[freezing,partal]",
+        ["callbacks=partal: no such option. Did you mean 'partial'? Options: finetuning, freezing, none, partial"],
+    ),
     ("goodput=adaptve", ["goodput=adaptve: no such option. Did you mean 'adaptive'?"]),
     ("goodput=adaptive goodput.schedule_by=week", ["goodput: schedule_by must be one of", "'week'"]),
     ("model=3", ["must be a string", "model=3"]),
