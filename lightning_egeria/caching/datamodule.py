@@ -271,8 +271,8 @@ class FrozenPrefixCache(WrappingDataModule):
                 seconds, size = stats.seconds_saved, filesize.decimal(stats.bytes_on_disk)
                 saved = f"about {seconds:.1f} s saved" if seconds >= 0 else f"it cost about {-seconds:.1f} s"
                 self._notices.inform(
-                    f"{name}: {served} of {served + stats.misses} samples came from the cache, and {stats.not_loaded} "
-                    f"were not loaded; {others if stats.unused else ''}{saved}; {size} in {self.cache_dir}"
+                    f"{name}: {served} of {served + stats.misses} samples came from the cache, {stats.not_loaded} of "
+                    f"them without loading; {others if stats.unused else ''}{saved}; {size} in {self.cache_dir}"
                 )
 
     def _close(self) -> None:

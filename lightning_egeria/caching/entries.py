@@ -138,7 +138,7 @@ class CachedValue:
     sizes_behind: frozenset[tuple[int, ...]] = frozenset()
 
     def verify(self, entry: int, doubts: int) -> None:
-        """An entry was compared with its sample, which was planned when there had been so many doubts."""
+        """An entry was compared with its sample; ``doubts`` as of the plan of the batch."""
         self.returned += 1
         if doubts == self.doubts:  # else the sample may have been loaded before it changed
             self.verified[entry] = True
@@ -370,7 +370,7 @@ class Origin:
         computation: how frozen modules and the program make rows of samples.
         batch_size: size of the batch; rows of others may differ in their last bits.
         model: class of the model.
-        paths: of the frozen modules behind the value.
+        paths: of the frozen modules behind the value, in the order of the network.
         weights: digest of their state.
         device: that computes it.
     """
@@ -385,18 +385,18 @@ class Origin:
     computation: str
     batch_size: int
     model: type
-    paths: frozenset[str]
+    paths: tuple[str, ...]
     weights: bytes
     device: torch.device
 
     @property
     def modules(self) -> str:
         """The frozen modules behind the value, in words."""
-        paths = sorted(self.paths)
+        paths = self.paths
         return ", ".join(map(repr, paths)) if len(paths) < 4 else f"{paths[0]!r} to {paths[-1]!r}"
 
     def manifest(self, form: RowForm, field_bytes: int) -> Manifest:
-        """Return the manifest of a store for rows of a form, with encoded fields of at most so many bytes."""
+        """Return the manifest of a store for rows of a form, with room for ``field_bytes`` bytes of encoded fields."""
         about = {
             "model": self.model.__name__,
             "modules": self.modules,
@@ -553,7 +553,7 @@ class CachedValues:
         known = np.zeros((entries, 2), np.uint64), np.zeros(entries, bool)
         shape = tuple(value.shape[1:])
         made = CachedValue(
-            *(key, shape, origin.paths, form, store, host, tier, *known, sizes),
+            *(key, shape, frozenset(origin.paths), form, store, host, tier, *known, sizes),
             doubts=self.doubts,
             asked=self.epoch,
             host_bytes=host_bytes,
@@ -655,7 +655,7 @@ class CachedValues:
 
     def _taken_by_others(self) -> int:
         own = {level.store.folder for level in self._levels}
-        with contextlib.suppress(CacheError):  # nobody may read the folder any longer
+        with contextlib.suppress(CacheError):  # the folder can no longer be read
             return sum(one.bytes_on_disk for one in self._directory.summaries() if one.folder not in own)
         return 0
 

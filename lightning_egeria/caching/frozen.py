@@ -509,8 +509,10 @@ class FrozenModules:
         prefix: frozen prefix of the callback that freezes, if there is one.
         before: the frozen modules of before. Where values were kept, larger modules do not hide their places.
         behind_training: as in the attributes; None begins a new set.
+        settling: normalisations whose statistics each training step changes, so that entries would be outdated.
 
     Attributes:
+        norms: normalisations that change their statistics in these modes.
         behind_training: paths of modules that were given tensors that need a gradient, for training and validation.
         batch: the batch in training or validation; None between batches.
         thread: the thread that trains on it.
@@ -531,8 +533,9 @@ class FrozenModules:
         prefix: FrozenPrefix | None = None,
         before: FrozenModules | None = None,
         behind_training: set[str] | None = None,
+        settling: frozenset[nn.Module] = frozenset(),
     ) -> None:
-        self.model, self._prefix = model, prefix
+        self.model, self._prefix, self._settling = model, prefix, settling
         self.behind_training = behind_training if behind_training is not None else set()
         self.batch: CachedBatch | None = None
         self.thread, self.running = get_ident(), False
@@ -553,6 +556,8 @@ class FrozenModules:
         self._leaving: list[str] = []
         self._parameters, self._parts = list(model.parameters()), list(model.modules())
         self._signature = self._modes()
+        norms = (part for part in self._parts if isinstance(part, _BatchNorm) and part.track_running_stats)
+        self.norms = frozenset(norm for norm in norms if norm.training)
         self._find(model, "", set())
         if before is not None:
             for path in before._watched:
@@ -596,6 +601,7 @@ class FrozenModules:
 
     def _is_random(self, module: nn.Module, path: str) -> bool:
         kinds = [what for part in module.modules() if (what := randomness_of(part)) is not None]
+        kinds += ["batch statistics" for part in module.modules() if part in self._settling]
         if kinds and not any(path.startswith(f"{known}.") for known in self.random):
             self.random[path] = kinds[0]
         return bool(kinds)

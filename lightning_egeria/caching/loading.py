@@ -304,7 +304,7 @@ def as_it_is(loaded: Any) -> Any:
 
 
 class WorkerInit:
-    """Shows the user's dataset to the user's ``worker_init_fn``, and to whoever asks `get_worker_info`."""
+    """Shows the user's dataset to the user's ``worker_init_fn``, and to code that asks `get_worker_info`."""
 
     def __init__(self, function: Callable[[int], None] | None) -> None:
         self._function = function
@@ -348,7 +348,7 @@ def _is_tensor(leaf: Any) -> bool:
 def _fields_of(sample: Any, inputs: Iterable[int] | None = None) -> bytes | None:
     """The encoded leaves of a sample, with descriptions in the place of its inputs; None if one cannot be encoded.
 
-    As long as nobody knows the inputs, they are None: then it has both.
+    Until the inputs are known, they are None: then it has both.
     """
     left_out, count = set(inputs or ()), itertools.count()
     try:

@@ -35,7 +35,7 @@ class Planner:
         values: the cached values.
         views: variants of each sample to cache; 0 loads samples as they come.
         seed: seed of the views.
-        observes: whether a batch so many ahead needs its real input.
+        observes: whether the batch that many ahead needs its real input.
         notices: takes messages.
 
     Attributes:

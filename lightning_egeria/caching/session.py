@@ -39,7 +39,7 @@ class CacheSession(Observer):
         self._found: dict[bool, FrozenModules] = {}  # in training and not
         self._behind_training: set[str] = set()  # see `FrozenModules`
         self._untold: set[FrozenModules] = set()  # see `_tell_what_is_random`
-        self._seen: dict[bool, tuple[Any, int]] = {}
+        self._seen: dict[bool, tuple[Any, ...]] = {}
         self._active: FrozenModules | None = None  # a batch runs on these
         self._training: CachedBatch | None = None
         self._over: list[CachedBatch] = []  # the program may still hold inputs of these that were not loaded
@@ -55,7 +55,7 @@ class CacheSession(Observer):
         self._observers.add(self)
 
     def will_compare(self, batches_ahead: int) -> bool:
-        """Whether the callback that freezes needs the input of a batch so many ahead."""
+        """Whether the callback that freezes needs the input of the batch that many ahead."""
         freezing = freezing_of(self._trainer)
         if freezing is None:
             return False
@@ -234,7 +234,7 @@ class CacheSession(Observer):
                 )
 
     def _settle(self, all_but: int = 0) -> None:
-        """Compute what the program has kept of batches that are over, but for so many of the last ones."""
+        """Compute what the program has kept of batches that are over, but for the last ``all_but``."""
         while len(self._over) > all_but:
             batch = self._over.pop(0)
             with batch.frozen.in_its_modes() if batch.frozen is not None else contextlib.nullcontext():
@@ -253,7 +253,9 @@ class CacheSession(Observer):
             return
         freezing = freezing_of(self._trainer)
         prefix = freezing.freezer.prefix if freezing is not None and freezing.freezer is not None else None
-        seen = (prefix, prefix.version if prefix is not None else 0)
+        steps = None if training else self._found.get(True)
+        settling = steps.norms if steps is not None else frozenset()
+        seen = (prefix, prefix.version if prefix is not None else 0, settling)
         if before is not None and self._seen.get(training) == seen and before.is_current(walk):
             return
         self._seen[training] = seen
@@ -261,7 +263,7 @@ class CacheSession(Observer):
             self._behind_training.clear()
         for batch in self._over:
             batch.tape.settle(computed_only=True)
-        found = FrozenModules(model, prefix, before, self._behind_training)
+        found = FrozenModules(model, prefix, before, self._behind_training, settling)
         stay = before is not None and before.is_part_of(found)
         keep = stay and before is not None and not before.changed()
         if stay and not keep:

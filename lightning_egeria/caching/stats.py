@@ -126,12 +126,14 @@ class Accounts:
     def count(self, batch: CachedBatch) -> None:
         """Add a batch that is over."""
         stats, samples = self._stats, batch.samples
+        ran, advanced = int(batch.ran.sum()), int(batch.advanced.sum())
+        kept = batch.matches > 0
         saved = self._saved(batch)
+        if not any(batch.lazy) and not (batch.demands and kept and (ran < samples or advanced)):
+            saved = min(0.0, saved)  # one that runs faster than others has saved nothing
         add_saved(stats, saved)
         if not batch.demands:
             return
-        ran, advanced = int(batch.ran.sum()), int(batch.advanced.sum())
-        kept = batch.matches > 0
         stats.hits += samples - ran if kept else 0
         stats.advanced += advanced if kept else 0
         stats.misses += ran - advanced if kept else samples
@@ -223,7 +225,7 @@ class Habits:
     """Counts what the program did with its last batches.
 
     Attributes:
-        reader: who reads the input in most batches; None if nobody does.
+        reader: what reads the input in most batches; None if nothing does.
     """
 
     def __init__(self) -> None:

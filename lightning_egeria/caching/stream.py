@@ -32,7 +32,7 @@ from lightning_egeria.caching.store.samples import Opaque, decode, without_input
 from lightning_egeria.core.training.notices import Notices
 from lightning_egeria.errors import CacheError, StoreError
 
-FIELD_SLACK = 2  # encoded fields may be so many times as long as the longest of the first batch
+FIELD_SLACK = 2  # encoded fields may be this many times as long as the longest of the first batch
 
 
 class Stream:
@@ -45,7 +45,7 @@ class Stream:
         limits: limits of room.
         views: variants of each sample to cache; 0 loads samples as they come.
         seed: seed of the views.
-        observes: whether a batch so many ahead needs its real input.
+        observes: whether the batch that many ahead needs its real input.
         load: loads tensors of samples of a batch.
         notices: takes messages.
         stats: counts what is done; None makes one.
@@ -407,7 +407,7 @@ class Stream:
             computation=node.tape.keys.describe(node.key),
             batch_size=node.tape.size,
             model=type(frozen.model),
-            paths=paths,
+            paths=tuple(path for path in frozen.modules if path in paths),
             weights=frozen.digest_of(paths),
             device=frozen.device,
         )
@@ -445,7 +445,7 @@ class Stream:
             )
 
     def differs(self, samples: int) -> None:
-        """The frozen modules compute something else than the entries of so many samples say: none is trusted."""
+        """The frozen modules compute something else than the entries of some samples say: no entry is trusted."""
         self.stats.wrong += samples
         self._differences += 1
         text = "entries differ from what the frozen layers compute"

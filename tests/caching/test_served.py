@@ -329,3 +329,47 @@ def test_in_validation_nothing_behind_what_trains_is_kept(tmp_path, written_at_o
     stats = source.validation_stats
     assert (stats.values, stats.unused) == (1, 0)
     assert stats.hits >= 2 * 24 - 6  # one batch of each pass is planned before the mode changes
+
+
+@pytest.mark.filterwarnings("ignore:cache. the cache of training is off")
+def test_what_follows_from_statistics_that_training_changes_is_not_kept_in_validation(tmp_path, written_at_once):
+    """Each pass would drop what the one before has written, and warn that frozen modules keep changing."""
+
+    def fitted(cached):
+        torch.manual_seed(0)
+        net = frozen(nn.Sequential(nn.Linear(WIDTH, 64), nn.BatchNorm1d(64), nn.Linear(64, WIDTH)))
+        module = Validated(layers(net, nn.Linear(WIDTH, CLASSES)))
+        module.train()
+        data = L.LightningDataModule()
+        data.train_dataloader, data.val_dataloader = loader, lambda: loader(shuffle=False)
+        source = FrozenPrefixCache(data, cache_dir=tmp_path / "cache", min_free_bytes=0) if cached else data
+        quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+        trainer = L.Trainer(max_epochs=4, accelerator="cpu", logger=False, num_sanity_val_steps=0, **quiet)
+        trainer.fit(module, datamodule=source)
+        return trainer.callback_metrics, module, source
+
+    metrics, plain, _ = fitted(False)
+    found, module, source = fitted(True)
+    assert all(map(torch.equal, module.state_dict().values(), plain.state_dict().values()))
+    assert metrics == found
+    assert source.validation_stats.wrong == source.validation_stats.unused == 0
+    assert source.validation_stats.off != "the frozen layers keep changing"
+
+
+def test_samples_of_which_none_came_from_the_cache_have_saved_nothing(tmp_path, written_at_once):
+    """A run of the frozen modules that is faster than others is no work of the cache."""
+    times = iter([0.2, 0.2, *[0.0] * 100])
+
+    class Slow(nn.Linear):
+        def forward(self, x):
+            time.sleep(next(times))
+            return super().forward(x)
+
+    module = Module(
+        lambda parts, x, y: F.cross_entropy(parts["head"](parts["net"](x)), y),
+        net=frozen(Slow(WIDTH, WIDTH)),
+        head=nn.Linear(WIDTH, CLASSES),
+    )
+    stats = stats_after(tmp_path, module, loader(), epochs=1)
+    assert stats.hits == stats.advanced == stats.not_loaded == 0
+    assert stats.seconds_saved <= 0

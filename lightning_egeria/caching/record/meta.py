@@ -31,7 +31,7 @@ class Meta(NamedTuple):
 
 @functools.lru_cache
 def stacked(meta: Meta, count: int) -> Meta:
-    """Return what `torch.stack` makes of so many such tensors."""
+    """Return what `torch.stack` makes of ``count`` such tensors."""
     return Meta.of(torch.stack([meta.empty("meta")] * count))._replace(device=meta.device)
 
 

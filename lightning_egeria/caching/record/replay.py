@@ -1,6 +1,6 @@
 """A recorded computation once more, for other samples of its batch.
 
-Three numbers are told apart. A *place* is a row of the batch as the program sees it. A *position* is a sample as it was
+Three numbers differ. A *place* is a row of the batch as the program sees it. A *position* is a sample as it was
 loaded: the collate function may have put them in another order (`Tape.order`). A *stack* is the node of all samples'
 tensors in one, which a batch begins with; *rows* are the nodes of single samples, of which a stack is made.
 
@@ -34,7 +34,7 @@ def replay(
     outside: Callable[[Node], Tensor | None] = lambda leaf: leaf.value,
     has_samples: Callable[[Node], bool] | None = None,
 ) -> Tensor | None:
-    """Compute a node anew for some samples of its batch, in any order and repeated where a place is.
+    """Compute a node again for some samples of its batch, in any order and repeated where a place is.
 
     Args:
         node: a result of recorded operations.

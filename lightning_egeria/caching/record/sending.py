@@ -128,7 +128,7 @@ def _alike(nodes: Sequence[Node]) -> dict[Node, _Row]:
 
 
 def joined(parts: Sequence[tuple[LazyTensor, Sequence[int]]]) -> Sent | None:
-    """Describe some rows of lazy tensors as one tensor, whose rows are numbered anew.
+    """Describe some rows of lazy tensors as one tensor, whose rows are numbered from 0.
 
     Args:
         parts: tensors that stack a tensor of each sample, and numbers of their rows.

@@ -85,7 +85,7 @@ class Node:
     Attributes:
         tape: the tape that it belongs to.
         meta: shape, strides, dtype and device.
-        name: number of the computation, or, as long as nobody has asked for it, the parts of its name with nodes for
+        name: number of the computation, or, until it is asked for, the parts of its name with nodes for
             arguments; `UNKNOWN` if something outside the tape made the value.
         call: operation that computes it; None for a leaf.
         siblings: nodes of all results of the operation, in order.
@@ -388,7 +388,7 @@ class Tape:
         for lazy in self.held():
             if computed_only and not lazy.node.frozen:
                 continue
-            with contextlib.suppress(Exception):  # of lost values, or in the user's layers: whoever reads it gets it
+            with contextlib.suppress(Exception):  # of lost values, or in the user's layers: it is raised when the value is read
                 lazy.node.ask()
 
     def _share_memory(self) -> None:

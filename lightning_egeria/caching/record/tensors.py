@@ -126,7 +126,7 @@ def _nodes_of(
                 return None
         elif isinstance(leaf, Tensor):
             known = type(leaf) in (Tensor, torch.nn.Parameter) and leaf.layout is torch.strided and is_small(leaf)
-            if leaf.requires_grad or not known:  # nobody would know what a large one was then
+            if leaf.requires_grad or not known:  # its value of that moment would be lost
                 return None
     try:
         found = _shapes(func, spec, *[_known_of(leaf) for leaf in flat])

@@ -82,7 +82,7 @@ class CacheDirectory:
     def open(self, manifest: Manifest, wanted: int, max_bytes: int, min_free_bytes: int) -> tuple[ActivationStore, int]:
         """Open the store of ``manifest``, made if it is not there; returns it and the bytes that it may take.
 
-        Stores that nobody has open make room for the ``wanted`` bytes, those that were used longest ago first.
+        Stores that are not open make room for the ``wanted`` bytes, those that were used longest ago first.
 
         Raises:
             StoreError: it cannot be read or written.
@@ -139,7 +139,7 @@ class CacheDirectory:
         for folder in folders:
             # No folder with another name is read, deleted, nor written to a terminal.
             if is_store_name(folder.name) and not folder.is_symlink():
-                with contextlib.suppress(OSError):  # gone meanwhile, or nobody may look into it
+                with contextlib.suppress(OSError):  # gone meanwhile, or not readable
                     if folder.is_dir() and any((folder / name).exists() for name in (MANIFEST, LOCK)):
                         found.append(self._summary(folder))
         return found

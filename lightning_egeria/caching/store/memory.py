@@ -55,7 +55,7 @@ class MemoryTier:
             new = np.flatnonzero(~self.holds(entries))[: self.capacity - self._used]
             places = np.arange(self._used, self._used + len(new))
             self._copy(places, rows, new)
-            # Last: whoever finds a place finds its row.
+            # Last: where there is a place, there is its row.
             self._place[entries[new]] = places
             self._used += len(new)
 

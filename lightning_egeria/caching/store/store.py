@@ -7,7 +7,7 @@ index, header and data agree, so one that is absent, torn, changed or of another
 What is read is not believed: no allocation is larger than the file that asks for it, and links are not followed.
 
 Slots that were not written take no room on a file system with sparse files. Several processes may read and write one
-store: whoever writes an entry writes the same bytes.
+store: all processes that write an entry write the same bytes.
 """
 
 from __future__ import annotations
