@@ -47,6 +47,11 @@ def test_it_trains_as_whole_steps_with_zeroed_gradients(name, optimizer):
     assert equal(ours, whole)
 
 
+def test_depths_that_do_not_fit_the_layer_chain_are_refused():
+    with pytest.raises(ArgumentError, match=r"depths must be at most 3, the number of layer modules, got \[4\]"):
+        fit(module(), StructuredPartialBackprop([4]))
+
+
 def test_weight_decay_and_momentum_apply_in_each_step():
     """A front weight moves in a step without its gradient, as it does with a gradient of zero."""
     weights, callback = [], StructuredPartialBackprop()

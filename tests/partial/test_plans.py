@@ -6,6 +6,7 @@ import math
 import pytest
 
 from lightning_egeria.errors import ArgumentError
+from lightning_egeria.methods.partial.grading import GradedPlan
 from lightning_egeria.methods.partial.plans import GivenPlan, TemporalPlan, UniformPlan, ranks_of_share
 
 RANKS, CHAINS = (1, 2, 3, 4, 9, 16), (1, 2, 3, 8, 13)
@@ -69,6 +70,17 @@ def test_given_suffixes_are_checked():
     assert GivenPlan([3, 2], 0.5, 0).pauses(3)
     assert GivenPlan([3, 3], 0.5, 0).differs is False
     assert GivenPlan([4, 2], 0.5, 0).lengths(0, 3) == (3, 2)  # the front is frozen
+
+
+def test_the_suffixes_that_come_are_described():
+    names = [f"net.{number}" for number in range(4)]
+    assert TemporalPlan(2, 0.5).describe(names, 3) == (
+        "gradients of the last 4, 2 of 4 layer modules in turn; 'net.0' gets a gradient in 50% of the steps"
+    )
+    assert TemporalPlan(2, 0.25).describe(names, 1).startswith("gradients of the last 4, 3, 3, 3 of 4")
+    text = "gradients of the last 4, 2 of 4 layer modules on rank 0, 1, ..."
+    assert GivenPlan([4, 2], 0.5, 0).describe(names, 3) == text
+    assert GradedPlan(2, 0.25, 4).describe(names, 3) is None
 
 
 def test_a_share_of_ranks_is_rounded_up():

@@ -150,7 +150,7 @@ class TestObserving:
     def test_observers_of_a_method_come_behind_the_freezer(self):
         callback, orders = WithObserver({}), []
         fit(Classifier(), callback, After(lambda *_: orders.append([type(one).__name__ for one in callback.observers])))
-        assert orders[0] == ["Freezer", "Counting"]
+        assert orders[0] == ["Freezer", "Counting", "MetricsLog"]
 
     def test_observers_of_a_method_are_gone_after_the_fit(self):
         callback = WithObserver({})
