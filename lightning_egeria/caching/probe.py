@@ -1,4 +1,16 @@
-"""Whether a value is, row by row, a function of the samples: tried when the program asks for it first."""
+"""Whether a value is, row by row, a function of the samples: tried when the program asks for it first.
+
+An entry is one row of a value, and is served in another batch than the one it was computed in. That is right only if
+the row depends on nothing but its sample. What could break this, and what shows it:
+
+* the value has no row for each sample, or follows from no sample: `why_not_a_row`;
+* the program mixes samples in front of the frozen modules, as mixup does: `mixes_samples` gives every row the first
+  sample, and compares the first row;
+* a frozen module mixes them (batch statistics, attention across the batch), draws random numbers, or has other last
+  bits at another place of the batch: `try_rows` runs the recorded computation on half of the samples at other places.
+
+In a short run with a slow front, `policy.may_probe` saves the second run: the next epoch compares instead.
+"""
 
 from __future__ import annotations
 

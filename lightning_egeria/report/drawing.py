@@ -31,7 +31,7 @@ _SOURCES = {  # of samples, with colour and title
 }
 _FIRST, _OTHERS = "#4a4a4a", ("#2b6cb0", "#c05621", "#2f855a", "#d53f8c")  # colours of series that are told apart
 _WIDTH, _HEIGHT = 8.0, 3.2  # inches
-_MOST_NAMED = 8  # series in a legend; of more, the first and the last
+_MOST_NAMED = 5  # series in a legend; of more, the first and the last
 _MOST_BARS = 200  # of a series
 # No legend hides data.
 _BESIDE: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0), "fontsize": 8, "frameon": False}

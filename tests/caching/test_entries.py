@@ -24,7 +24,7 @@ MADE = np.arange(SAMPLES).astype(np.uint64)
 def origin(paths=("a",), **known):
     options = {"loader": "training", "data": list, "samples": SAMPLES, "structure": (None, None), "views": 0, "seed": 0}
     options |= {"run": "", "computation": "a row", "batch_size": 4, "model": torch.nn.Linear}
-    options |= {"paths": frozenset(paths), "weights": b"0", "device": CPU}
+    options |= {"paths": tuple(paths), "weights": b"0", "device": CPU}
     return Origin(**options | known)
 
 
@@ -257,6 +257,6 @@ class TestValues:
             assert not value.present(np.arange(len(value.verified))).any(), other
 
 
-def test_modules_are_named_in_words():
-    assert origin(("b", "a")).modules == "'a', 'b'"
-    assert origin(("d", "a", "c", "b")).modules == "'a' to 'd'"
+def test_modules_are_named_in_the_order_of_the_network():
+    assert origin(("b", "a")).modules == "'b', 'a'"
+    assert origin(("d", "a", "c", "b")).modules == "'d' to 'b'"

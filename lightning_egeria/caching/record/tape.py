@@ -388,7 +388,7 @@ class Tape:
         for lazy in self.held():
             if computed_only and not lazy.node.frozen:
                 continue
-            with contextlib.suppress(Exception):  # of lost values, or in the user's layers: it is raised when the value is read
+            with contextlib.suppress(Exception):  # it is raised when the value is read
                 lazy.node.ask()
 
     def _share_memory(self) -> None:

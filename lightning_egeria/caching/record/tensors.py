@@ -3,6 +3,18 @@
 Whatever needs the values of a lazy tensor loads or computes them first, so a program that trains with lazy tensors
 computes what it computes with ordinary ones. An operation that needs only shapes is recorded instead, and its result is
 lazy too.
+
+A lazy tensor has a shape, strides, a dtype and a device, but no memory. Its values can be asked for in four ways:
+
+1.  ``__torch_function__`` sees each call of torch's Python functions and methods. Those that hand out values or memory
+    without an operation (`_reads`, `_memory`: ``item``, ``numpy``, ``data_ptr``) get the computed tensor. Where memory
+    was handed out, the caller may write to it, so the tape no longer trusts what it has recorded (`Tape.change`).
+2.  Where autograd records an operation, all its arguments become ordinary tensors first (`_learns`): the kernels, and
+    what autograd saves, are those of a step without the cache.
+3.  ``__torch_dispatch__`` sees each operation that is left. `_kind` decides from its schema and tags whether it is
+    recorded, reads shapes only, changes an argument, or runs now on computed values.
+4.  What passes by both is overridden one by one: ``repr``, pickling, deep copies and ``as_subclass``. An operation of
+    C++ that reads memory it was not given fails in torch ("data is not allocated") and runs again on ordinary tensors.
 """
 
 from __future__ import annotations
