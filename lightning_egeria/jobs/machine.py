@@ -63,6 +63,13 @@ class ThisMachine:
     def stop(self, handle: str) -> None:
         """Nothing: the process that watches a job sees itself that it is cancelled."""
 
+    def end(self, folder: JobFolder, handle: str) -> None:
+        """Kill the process that watches a job, if this process has started it."""
+        child = self._children.pop(str(folder.path), None)
+        if child is not None:
+            child.kill()
+            child.wait()
+
     def close(self) -> None:
         """Nothing: what runs continues."""
 

@@ -54,6 +54,9 @@ class Machines(Protocol):
     def stop(self, handle: str) -> None:
         """End what was not started yet."""
 
+    def end(self, folder: JobFolder, handle: str) -> None:
+        """End the process that watches a job, at once: its folder cannot be used."""
+
     def close(self) -> None:
         """Stop what was started for the jobs of this queue, beside the jobs."""
 
@@ -206,9 +209,13 @@ class Queue:
             folder = self.home.folder(row.id)
             kill_marked(folder.path)
             with contextlib.suppress(OSError, QueueError):
-                if row.node and self._pool(row.backend, row.address).machines.runs(folder, row.handle):
-                    folder.ask(State.CANCELLED)
-                    return  # the process that watches it ends soon
+                machines = self._pool(row.backend, row.address).machines
+                if row.node and machines.runs(folder, row.handle):
+                    try:
+                        folder.ask(State.CANCELLED)
+                        return  # the process that watches it ends soon
+                    except OSError:  # nothing can be asked of it
+                        machines.end(folder, row.handle)
             reason = f"cannot use {error.filename or folder.path}: {error.strerror or error}"
             self._refuse(row, State.FAILED, f"schedule: {reason}")
 

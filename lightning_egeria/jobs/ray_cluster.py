@@ -158,6 +158,10 @@ class RayCluster:
         except (RuntimeError, OSError) as error:
             raise self._silent() from error
 
+    def end(self, folder: JobFolder, handle: str) -> None:
+        """End a job, as `stop` does."""
+        self.stop(handle)
+
     def close(self) -> None:
         """Do nothing: the cluster belongs to others, and what runs there continues."""
 

@@ -388,6 +388,13 @@ def test_what_a_job_makes_of_its_folder_stops_no_other(made, home, history):
         history.get(bad)
 
 
+def test_a_job_whose_folder_cannot_be_used_leaves_no_process(home, history):
+    """The queue finds that before the process that watches the job does: nothing can be asked of that one."""
+    bad = add(home, history, 'cd ..; folder=$PWD; cd ..; rm -rf "$folder"; touch "$folder"; sleep 60')
+    here(home, history, 1).run()  # a fixture fails if a process is left
+    assert states(history, bad) == ["failed"]
+
+
 @pytest.mark.parametrize("end", ["exit 75", "exit 1"])
 def test_a_job_may_remove_its_checkpoints(end, home, history):
     bad = add(home, history, f"rm -rf ../checkpoints; {end}", retries="1")
